@@ -1,0 +1,71 @@
+// The CPU as the GPU: every CUDA thread is a fiber, and all fibers of a launch take turns in the OS
+// thread that launched. A launch blocks until the kernel is done. Ranks are OS threads or processes.
+//
+// Nothing here knows a kernel, its parameters or a -D macro: emulator.cpp is compiled once and
+// linked to every variant.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define MOE_AR_EMULATOR_API extern "C" __attribute__((visibility("default")))
+
+extern "C" {
+
+struct MoeArEmulatorConfig {
+  std::uint32_t grid_blocks;
+  std::uint32_t block_threads;      // whole warps, at most 1024
+  std::uint32_t cluster_blocks;     // divides grid_blocks, at most 16
+  std::uint32_t resident_clusters;  // run interleaved; 1: one after another; 0: as many as fit
+  std::uint64_t seed;               // 0: round robin, no preemption; else a random interleaving
+  double watchdog_seconds;          // of spinning without any progress; 0: no limit
+};
+
+enum MoeArEmulatorStatus {
+  kMoeArEmulatorOk = 0,
+  kMoeArEmulatorDeadlock = 1,  // no thread can run
+  kMoeArEmulatorWatchdog = 2,  // threads only spin
+  kMoeArEmulatorMisuse = 3,    // what would be undefined on a GPU
+  kMoeArEmulatorConfig = 4,    // the launch itself is wrong
+};
+}
+
+// Runs a kernel made by MOE_AR_DEFINE_KERNEL and returns a MoeArEmulatorStatus. After a status other
+// than 0 some threads stopped half-way, and the next launch works as ever.
+MOE_AR_EMULATOR_API int moe_ar_emulator_launch(void (*kernel)(const void* params),
+                                               const void* params,
+                                               const MoeArEmulatorConfig* config);
+
+// Why the last launch of this OS thread failed; valid until its next launch.
+MOE_AR_EMULATOR_API const char* moe_ar_emulator_error();
+
+// For cpu/moe_ar/ptx.cuh alone. Each shared library keeps its own emulator, hence hidden.
+namespace moe_ar {
+namespace emulator __attribute__((visibility("hidden"))) {
+
+constexpr std::size_t kSharedBytes = 48 * 1024;  // static shared memory of a GPU's block
+
+// What a CUDA thread knows of itself.
+struct Thread {
+  std::uint32_t thread_index, block_threads, block_index, grid_blocks, cluster_blocks;
+};
+
+struct State {
+  Thread* thread;          // the one that runs
+  std::uint64_t progress;  // changes with everything but loads and spins
+  bool preemptive;
+};
+extern constinit thread_local State state;
+
+std::uint32_t preempt();  // lets another thread run, or not; returns 0 to 3 at random
+void spin_pause();
+void block_sync();
+void cluster_arrive();
+void cluster_wait();
+float shfl_xor(float v, std::uint32_t mask);
+void* block_shared(std::size_t bytes, const void* type);
+void* cluster_shared(void* local, std::uint32_t cta);
+[[noreturn]] void misaligned(const void* p, std::size_t alignment);
+
+}  // namespace emulator
+}  // namespace moe_ar

@@ -1,0 +1,26 @@
+// What is fixed when a variant is compiled. The only reader of -D macros.
+#pragma once
+
+namespace moe_ar {
+
+enum class DType : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+enum class Producer : int { kMoeFinalize = 0 };
+
+constexpr DType kDType = static_cast<DType>(MOE_AR_DTYPE);           // T: activations
+constexpr DType kCommDType = static_cast<DType>(MOE_AR_COMM_DTYPE);  // C: what travels
+constexpr Producer kProducer = static_cast<Producer>(MOE_AR_PRODUCER);
+constexpr int kWorldSize = MOE_AR_WORLD_SIZE;
+
+constexpr int kMaxRanks = 16;
+constexpr int kMaxBlockThreads = 512;  // 128 registers: the rows of 8 routes are in flight
+constexpr int kMaxRowGroups = 128;  // groups of 32 vectors of 16 bytes: rows up to 64 KiB
+
+static_assert(kWorldSize >= 1 && kWorldSize <= kMaxRanks, "world size out of range");
+static_assert(kCommDType == kDType || kCommDType == DType::kFloat32, "the wire is T or float32");
+
+}  // namespace moe_ar
+
+#define MOE_AR_PASTE_(a, b) a##b
+#define MOE_AR_PASTE(a, b) MOE_AR_PASTE_(a, b)
+// Name of a kernel of this variant, as profilers show it.
+#define MOE_AR_KERNEL(suffix) MOE_AR_PASTE(MOE_AR_KERNEL_NAME, suffix)

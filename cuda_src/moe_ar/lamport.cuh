@@ -1,0 +1,247 @@
+// The exchange: push, poll and restore, after Lamport: the data itself says that it has arrived.
+//
+// Invariants (docs/protocol.md has the reasons; each has a test):
+//  1. Sentinel. An empty slot word is 0x80000000 for every wire type. Payloads hold no -0.0 (see
+//     to_wire), so no payload word equals it. Words are compared as integers, one by one.
+//  2. Push, then poll locally. A rank writes into every peer's slots that are indexed by the writer
+//     and reads only its own slab. Its own part comes from registers, or from its own slot, read
+//     back by the thread that wrote it.
+//  3. Two epochs. Who consumed a word restores the sentinel in the same launch. Words pushed into a
+//     rank = words that it polls = words that it restores.
+//  4. State lives on the device and advances once a launch, by the last block that has used it.
+//  5. Slots relaxed at system scope, control words relaxed at device scope, arrival acquire-release
+//     after the block's reads. Nothing of an earlier kernel is touched before pdl_wait.
+//  6. Idle lanes join every barrier and touch no memory.
+//  7. Push of a token precedes its poll, tokens ascend, block i waits for block i of its peers only:
+//     one resident cluster a rank is enough to finish.
+//  8. The launch is the same on every rank.
+//  9. Waits are bounded. Whoever gives up sets `broken`, tells the peers and pushes nothing more;
+//     later launches see `broken`, push nothing, write NaN and fall through every barrier.
+// 10. A slab outlives its writers (the host's part).
+//
+// Graph friendly: no host value changes between launches. Memory consistency: each 32-bit word
+// proves itself, so no order between words is needed; a restore is ordered before the peer's next
+// write to the same word, two launches on, by the launch in between.
+#pragma once
+
+#include <moe_ar/params.cuh>
+#include <moe_ar/vec.cuh>
+
+namespace moe_ar {
+
+constexpr u32 kEmptyWord = 0x80000000u;
+constexpr u32 kNanWord = 0x7fffffffu;  // NaN as bfloat16 pair, float16 pair and float32
+constexpr u32 kPollsPerCheck = 64;     // a poll takes about 0.3 us: clock and abort words every 20 us
+
+__device__ __forceinline__ bool holds_empty_word(const Vec16& v) {
+  return v.w[0] == kEmptyWord || v.w[1] == kEmptyWord || v.w[2] == kEmptyWord ||
+         v.w[3] == kEmptyWord;
+}
+
+__device__ __forceinline__ Vec16 filled(u32 word) { return {{word, word, word, word}}; }
+
+// One thread's part in the exchange of one launch. Construct it after pdl_wait.
+class Session {
+ public:
+  __device__ __forceinline__ explicit Session(const Params& p) : p_(p) {
+    const u64 state = ptx::ld_relaxed_gpu_u64(&p.control->epoch);
+    own_slab_ = slab(p.rank);
+    if constexpr (kHoldPeers) {
+#pragma unroll
+      for (int step = 1; step < kWorldSize; ++step) peers_[step - 1] = slab(peer_at(step));
+    }
+    epoch_ = static_cast<u32>(state);
+    first_slot_ = kSlabHeaderBytes + epoch_ * p.epoch_bytes;
+    alive_ = (state >> 32) == 0;
+  }
+
+  // Sends a payload to every peer.
+  __device__ __forceinline__ void push(int token, int column, const Payload& payload) const {
+    if (!alive_) return;
+    const u64 offset = slot(p_.rank, token, column);
+#pragma unroll
+    for (int step = 1; step < kWorldSize; ++step) {
+      u8* peer = kHoldPeers ? peers_[kHoldPeers ? step - 1 : 0] : slab(peer_at(step));
+      store(peer + offset, payload);
+    }
+  }
+
+  // Parks a payload in the own slot, where only this thread reads it.
+  __device__ __forceinline__ void keep(int token, int column, const Payload& payload) const {
+    store(own_slab_ + slot(p_.rank, token, column), payload);
+  }
+
+  __device__ __forceinline__ void restore(int writer, int token, int column) const {
+    Payload empty;
+#pragma unroll
+    for (Vec16& v : empty.v) v = filled(kEmptyWord);
+    store(own_slab_ + slot(writer, token, column), empty);
+  }
+
+  // What a writer's slot holds now.
+  __device__ __forceinline__ Payload look(int writer, int token, int column) const {
+    const u8* from = own_slab_ + slot(writer, token, column);
+    Payload payload;
+#pragma unroll
+    for (int plane = 0; plane < kWireVectors; ++plane) {
+      payload.v[plane] = ptx::ld_relaxed_sys_v4(from + plane * row_bytes());
+    }
+    return payload;
+  }
+
+  // Adds the parts of all ranks to `total` in rank order, `own` among them, polling until they are
+  // there, and restores every word that it consumed. NaN if the wait is given up.
+  __device__ __forceinline__ void reduce(int token, int column, const Payload& own,
+                                         float (&total)[kElements]) {
+    constexpr int kMost = (kWorldSize > 8 ? 4 : 8) / kWireVectors;  // registers
+    constexpr int kInFlight = kWorldSize < kMost ? kWorldSize : kMost;
+#pragma unroll 1
+    for (int first = 0; first < kWorldSize; first += kInFlight) {
+      Payload part[kInFlight];
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        const int writer = first + j;
+        part[j] = own;
+        if (writer != p_.rank && writer < kWorldSize) part[j] = look(writer, token, column);
+      }
+      wait_for(first, token, column, part);
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        const int writer = first + j;
+        if (writer >= kWorldSize) break;
+        if (writer != p_.rank) restore(writer, token, column);
+        float x[kElements];
+        from_wire(part[j], x);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) total[i] += x[i];
+      }
+    }
+  }
+
+  // Every thread of the block calls this once, after it has used the epoch: the last block of the
+  // grid to get here advances the state. Nobody waits for it.
+  __device__ __forceinline__ void arrive() const {
+    ptx::block_sync();
+    if (ptx::thread_index() != 0) return;
+    ControlBlock* control = p_.control;
+    if (ptx::atom_add_acq_rel_gpu_u32(&control->arrived, 1) == ptx::grid_blocks() - 1) {
+      ptx::st_relaxed_gpu_u32(&control->arrived, 0);
+      ptx::st_relaxed_gpu_u64(&control->launches, ptx::ld_relaxed_gpu_u64(&control->launches) + 1);
+      ptx::st_relaxed_gpu_u32(&control->epoch, epoch_ ^ 1);
+    }
+  }
+
+ private:
+  static constexpr bool kHoldPeers = kWorldSize <= 8;  // beyond, registers are worth more
+
+  __device__ __forceinline__ u8* slab(int rank) const {
+    return reinterpret_cast<u8*>(ptx::ld_u64(&p_.control->slab[rank]));
+  }
+
+  // Every rank starts with another peer, so that no link is crowded.
+  __device__ __forceinline__ int peer_at(int step) const {
+    const int peer = p_.rank + step;
+    return peer < kWorldSize ? peer : peer - kWorldSize;
+  }
+
+  __device__ __forceinline__ u32 row_bytes() const {
+    return static_cast<u32>(p_.row_vectors) * sizeof(Vec16);
+  }
+
+  // Offset in a slab of the slot of a vector: by writer, token, plane of the payload, column. The
+  // planes of a row lie one after the other, so that a warp's accesses are contiguous.
+  __device__ __forceinline__ u64 slot(int writer, int token, int column) const {
+    const u32 row = static_cast<u32>(writer * p_.token_num + token) * kWireVectors;
+    return first_slot_ + static_cast<u64>(row) * row_bytes() +
+           static_cast<u32>(column) * sizeof(Vec16);
+  }
+
+  __device__ __forceinline__ void store(u8* to, const Payload& payload) const {
+#pragma unroll
+    for (int plane = 0; plane < kWireVectors; ++plane) {
+      ptx::st_relaxed_sys_v4(to + plane * row_bytes(), payload.v[plane]);
+    }
+  }
+
+  __device__ __forceinline__ u32* abort_word(u8* slab, int writer) const {
+    return &reinterpret_cast<SlabHeader*>(slab)->abort[writer];
+  }
+
+  // Looks again until no part holds an empty word.
+  template <int kCount>
+  __device__ __forceinline__ void wait_for(int first, int token, int column,
+                                           Payload (&part)[kCount]) {
+    u32 polls = 0;
+    u64 since = 0;
+    while (true) {
+      int missing = -1;
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        if (is_empty(part[j])) missing = first + j;
+      }
+      if (missing < 0) return;
+      ptx::spin_pause();
+      if (alive_ && ++polls % kPollsPerCheck == 0) alive_ = !must_give_up(missing, token, since);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        if (!is_empty(part[j])) continue;
+        if (alive_) {
+          part[j] = look(first + j, token, column);
+        } else {
+#pragma unroll
+          for (Vec16& v : part[j].v) v = filled(kNanWord);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ static bool is_empty(const Payload& payload) {
+    bool empty = false;
+#pragma unroll
+    for (const Vec16& v : payload.v) empty = empty || holds_empty_word(v);
+    return empty;
+  }
+
+  __device__ __forceinline__ bool must_give_up(int writer, int token, u64& since) const {
+    if (ptx::ld_relaxed_gpu_u32(&p_.control->broken) != 0) return true;
+#pragma unroll 1
+    for (int r = 0; r < kWorldSize; ++r) {
+      const u32 blame = ptx::ld_relaxed_sys_u32(abort_word(own_slab_, r));
+      if (blame != 0) return break_off(static_cast<int>(blame) - 1, token);
+    }
+    if (p_.timeout_ns == 0) return false;
+    const u64 now = ptx::globaltimer_ns();
+    if (since == 0) since = now;
+    return now - since >= p_.timeout_ns && break_off(writer, token);
+  }
+
+  // The first thread to give up records why and tells the peers.
+  __device__ __forceinline__ bool break_off(int missing_rank, int token) const {
+    ControlBlock* control = p_.control;
+    const u32 blame = 1 + static_cast<u32>(missing_rank);
+    if (ptx::atom_cas_relaxed_gpu_u32(&control->broken, 0, blame) != 0) return true;
+#pragma unroll 1
+    for (int r = 0; r < kWorldSize; ++r) {
+      if (r != p_.rank) ptx::st_relaxed_sys_u32(abort_word(slab(r), p_.rank), blame);
+    }
+    // Launch numbers and epochs advance together: an odd distance means "already advanced".
+    u64 launch = ptx::ld_relaxed_gpu_u64(&control->launches);
+    if ((launch & 1) != epoch_) --launch;
+    TimeoutRecord* record = control->record;
+    ptx::st_relaxed_sys_u32(&record->rank, static_cast<u32>(p_.rank));
+    ptx::st_relaxed_sys_u32(&record->missing_rank, static_cast<u32>(missing_rank));
+    ptx::st_relaxed_sys_u32(&record->token, static_cast<u32>(token));
+    ptx::st_relaxed_sys_u64(&record->launch, launch);
+    ptx::st_release_sys_u32(&record->valid, 1);
+    return true;
+  }
+
+  const Params& p_;
+  u8* own_slab_;
+  u8* peers_[kHoldPeers && kWorldSize > 1 ? kWorldSize - 1 : 1];
+  u64 first_slot_;
+  u32 epoch_;
+  bool alive_;
+};
+
+}  // namespace moe_ar

@@ -1,0 +1,328 @@
+// The hardware, one primitive at a time. No other file holds inline assembly or asks for the
+// architecture. Names carry memory order and scope: `ld_relaxed_sys` is ld.relaxed.sys. Where no
+// order is named the access is weak. Every memory primitive is volatile and clobbers memory, so the
+// compiler moves none of them above `pdl_wait`.
+//
+// cpu/moe_ar/ptx.cuh gives the same primitives to the CPU emulator.
+#pragma once
+
+namespace moe_ar {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+// 16 bytes: what a thread loads, pushes and polls at a time.
+struct alignas(16) Vec16 {
+  u32 w[4];
+};
+
+// Defines a kernel that takes one struct by value and runs in blocks of at most `max_threads`.
+#define MOE_AR_DEFINE_KERNEL(name, max_threads, type, params)      \
+  extern "C" __global__ void __launch_bounds__(max_threads, 1) name( \
+      const __grid_constant__ type params)
+
+namespace ptx {
+
+// ---- where am I ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 thread_index() { return threadIdx.x; }
+__device__ __forceinline__ u32 block_threads() { return blockDim.x; }
+__device__ __forceinline__ u32 block_index() { return blockIdx.x; }
+__device__ __forceinline__ u32 grid_blocks() { return gridDim.x; }
+
+// CTAs of a cluster are consecutive, so rank and id follow from the block index.
+__device__ __forceinline__ u32 cluster_blocks() {
+#if __CUDA_ARCH__ >= 900
+  u32 n;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
+  return n;
+#else
+  return 1;
+#endif
+}
+
+// Shared memory of this block, as one struct.
+template <class T>
+__device__ __forceinline__ T& block_shared() {
+  __shared__ T storage;
+  return storage;
+}
+
+// ---- weak global memory: inputs and outputs -----------------------------------------------------
+
+__device__ __forceinline__ Vec16 ld_v4(const void* p) {
+  Vec16 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+// For data that this SM reads once.
+__device__ __forceinline__ Vec16 ld_once_v4(const void* p) {
+  Vec16 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 ld_u32(const void* p) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u16 ld_u16(const void* p) {
+  u16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u64 ld_u64(const void* p) {
+  u64 v;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_v4(void* p, const Vec16& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]),
+               "r"(v.w[2]), "r"(v.w[3])
+               : "memory");
+}
+
+// ---- slots: relaxed at system scope; each 32-bit word stands for itself --------------------------
+
+__device__ __forceinline__ Vec16 ld_relaxed_sys_v4(const void* p) {
+  Vec16 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_relaxed_sys_v4(void* p, const Vec16& v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.w[0]),
+               "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+               : "memory");
+}
+
+__device__ __forceinline__ u32 ld_relaxed_sys_u32(const void* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_relaxed_sys_u32(void* p, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void st_relaxed_sys_u64(void* p, u64 v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+__device__ __forceinline__ void st_release_sys_u32(void* p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// ---- control words: relaxed at device scope, arrival acquire-release ------------------------------
+
+__device__ __forceinline__ u64 ld_relaxed_gpu_u64(const void* p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 ld_relaxed_gpu_u32(const void* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_relaxed_gpu_u32(void* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void st_relaxed_gpu_u64(void* p, u64 v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+__device__ __forceinline__ u32 atom_add_acq_rel_gpu_u32(void* p, u32 v) {
+  u32 old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
+  return old;
+}
+
+__device__ __forceinline__ u32 atom_cas_relaxed_gpu_u32(void* p, u32 expected, u32 desired) {
+  u32 old;
+  asm volatile("atom.cas.relaxed.gpu.global.b32 %0, [%1], %2, %3;"
+               : "=r"(old)
+               : "l"(p), "r"(expected), "r"(desired)
+               : "memory");
+  return old;
+}
+
+// ---- meeting other threads ----------------------------------------------------------------------
+
+__device__ __forceinline__ void block_sync() { __syncthreads(); }
+
+// All threads of the cluster arrive, then wait. Orders no memory: a release here would wait for
+// every store in flight, over NVLink too.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// A barrier in shared memory that completes a phase once its one arrival has come and as many bytes
+// as that announced have been stored to it.
+struct TxBarrier {
+  u64 state;
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// By one thread, before cluster_arrive_relaxed.
+__device__ __forceinline__ void tx_barrier_init(TxBarrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// The arrival, by one thread of the block a phase; it may come before or after the stores.
+__device__ __forceinline__ void tx_barrier_expect(TxBarrier* barrier, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Waits for the end of the phase of that parity; what was stored to the barrier is visible then.
+__device__ __forceinline__ void tx_barrier_wait(TxBarrier* barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred done;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// Stores to the same variable in the shared memory of block `cta` of this cluster, and counts
+// 4 bytes on that block's barrier.
+__device__ __forceinline__ void st_async_cluster_f32(float* local, TxBarrier* barrier, u32 cta,
+                                                     float v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .u32 a, b;\n\t"
+      "mapa.shared::cluster.u32 a, %0, %2;\n\t"
+      "mapa.shared::cluster.u32 b, %1, %2;\n\t"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], %3, [b];\n\t}" ::"r"(
+          shared_address(local)),
+      "r"(shared_address(barrier)), "r"(cta), "r"(__float_as_uint(v))
+      : "memory");
+#else
+  __trap();  // the planner gives these architectures clusters of one block
+#endif
+}
+
+// All 32 lanes take part.
+__device__ __forceinline__ float shfl_xor_f32(float v, u32 mask) {
+  return __shfl_xor_sync(0xffffffffu, v, mask);
+}
+
+// ---- programmatic launch ------------------------------------------------------------------------
+
+__device__ __forceinline__ void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void pdl_trigger() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- arithmetic and conversion; round to nearest even, no flush to zero -------------------------
+
+__device__ __forceinline__ float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+// At most 2 units in the last place off.
+__device__ __forceinline__ float rsqrt_f32(float x) {
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float as_f32(u32 bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ u32 as_u32(float x) { return __float_as_uint(x); }
+
+__device__ __forceinline__ u32 pack_bf16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ __forceinline__ u32 pack_f16x2(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+__device__ __forceinline__ float unpack_f16(u16 bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+
+// x * 1 + 0 in each half: -0.0 becomes +0.0, a NaN the canonical NaN, all else stays.
+__device__ __forceinline__ u32 drop_negative_zero_bf16x2(u32 x) {
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x3f803f80u), "r"(0u));
+  return r;
+}
+
+__device__ __forceinline__ u32 drop_negative_zero_f16x2(u32 x) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x3c003c00u), "r"(0u));
+  return r;
+}
+
+// ---- time ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u64 globaltimer_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+  return t;
+}
+
+// Between two polls. The hardware needs nothing; the emulator lets other threads run.
+__device__ __forceinline__ void spin_pause() {}
+
+}  // namespace ptx
+}  // namespace moe_ar

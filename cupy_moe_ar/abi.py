@@ -1,0 +1,118 @@
+"""What host and kernels agree on: parameters, control block, slab layout. Mirrors params.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+
+__all__ = [
+    "MAX_BLOCK_THREADS",
+    "MAX_RANKS",
+    "MAX_ROW_BYTES",
+    "SENTINEL",
+    "SLAB_HEADER_BYTES",
+    "SLAB_PROBE_OFFSET",
+    "VECTOR_BYTES",
+    "ControlBlock",
+    "Flag",
+    "Params",
+    "TimeoutRecord",
+    "epoch_bytes",
+    "slab_bytes",
+]
+
+MAX_RANKS = 16
+MAX_BLOCK_THREADS = 512
+VECTOR_BYTES = 16
+GROUP_VECTORS = 32
+MAX_ROW_BYTES = 128 * GROUP_VECTORS * VECTOR_BYTES
+SENTINEL = 0x80000000
+SLAB_HEADER_BYTES = 4096
+SLAB_PROBE_OFFSET = 2048  # one 64-bit word a writer, used by the host's probe
+SLAB_GRANULARITY = 2 << 20  # CUDA IPC shares whole 2 MiB blocks
+
+
+class Flag(enum.IntFlag):
+    """Bits of `Params.flags`."""
+
+    SCALE_IS_FLOAT32 = 1
+    GAMMA_IS_FLOAT32 = 2
+    TRIGGER_EARLY = 4
+    VECTOR_ROUTES = 8
+    WARM_UP = 16
+
+
+class TimeoutRecord(ctypes.Structure):
+    """Why a rank gave up, written once by its kernel."""
+
+    _fields_ = (
+        ("valid", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("missing_rank", ctypes.c_uint32),
+        ("token", ctypes.c_uint32),
+        ("launch", ctypes.c_uint64),
+    )
+
+
+class ControlBlock(ctypes.Structure):
+    """State of a rank that its launches share; the first two lines are 128 bytes each."""
+
+    _fields_ = (
+        ("epoch", ctypes.c_uint32),
+        ("broken", ctypes.c_uint32),
+        ("launches", ctypes.c_uint64),
+        ("_line0", ctypes.c_uint8 * 112),
+        ("arrived", ctypes.c_uint32),
+        ("_line1", ctypes.c_uint8 * 124),
+        ("slab", ctypes.c_uint64 * MAX_RANKS),
+        ("record", ctypes.c_uint64),
+        ("_line3", ctypes.c_uint8 * 120),
+    )
+
+
+class Params(ctypes.Structure):
+    """The by-value parameter of every kernel."""
+
+    _fields_ = (
+        ("control", ctypes.c_uint64),
+        ("allreduce_in", ctypes.c_uint64),
+        ("route_index", ctypes.c_uint64),
+        ("route_scale", ctypes.c_uint64),
+        ("shared_expert", ctypes.c_uint64),
+        ("residual_in", ctypes.c_uint64),
+        ("rms_gamma", ctypes.c_uint64),
+        ("allreduce_out", ctypes.c_uint64),
+        ("residual_out", ctypes.c_uint64),
+        ("norm_out", ctypes.c_uint64),
+        ("epoch_bytes", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("num_permuted_rows", ctypes.c_uint32),
+        ("rank", ctypes.c_int32),
+        ("token_num", ctypes.c_int32),
+        ("row_vectors", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("routed_scaling_factor", ctypes.c_float),
+        ("rms_eps", ctypes.c_float),
+        ("weight_bias", ctypes.c_float),
+        ("inverse_hidden", ctypes.c_float),
+        ("flags", ctypes.c_uint32),
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def epoch_bytes(world_size: int, payload_bytes: int) -> int:
+    """Return the bytes of one epoch's slots.
+
+    Args:
+        world_size: Number of ranks; each writes into slots of its own.
+        payload_bytes: Most bytes that one rank sends in a launch (tokens x hidden x wire item).
+    """
+    return _round_up(world_size * payload_bytes, 256)
+
+
+def slab_bytes(epoch: int) -> int:
+    """Return the bytes of a slab with two epochs of `epoch` bytes each."""
+    return _round_up(SLAB_HEADER_BYTES + 2 * epoch, SLAB_GRANULARITY)

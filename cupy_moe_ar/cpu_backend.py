@@ -1,0 +1,115 @@
+"""The CPU backend: the kernels' own sources, run by the emulator in this thread."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+
+from . import abi
+from .compile import CPU, Variant, compile_all
+from .errors import CompileError, WorkspaceError
+from .group import Group
+from .plan import KernelLimits, LaunchShape, RowPlan, all_shapes
+from .symmetric import HostSlab, SymmetricMemory
+
+__all__ = ["CpuBackend"]
+
+
+class _LaunchConfig(ctypes.Structure):
+    # MoeArEmulatorConfig
+    _fields_ = (
+        ("grid_blocks", ctypes.c_uint32),
+        ("block_threads", ctypes.c_uint32),
+        ("cluster_blocks", ctypes.c_uint32),
+        ("resident_clusters", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("watchdog_seconds", ctypes.c_double),
+    )
+
+
+class CpuBackend:
+    """Runs launches of one rank. A launch returns when it is done.
+
+    Attributes:
+        seed: 0 runs threads in a fixed order; any other value picks a random interleaving.
+        resident_clusters: Clusters that run side by side; 1 proves that one is enough to finish.
+    """
+
+    name = "cpu"
+    device = -1
+    ranks_on_device = 1
+    description = "CPU emulator"
+
+    def __init__(self) -> None:
+        """Read `MOE_AR_CPU_SEED`, the seed of the thread interleaving (default 0)."""
+        self.seed = int(os.environ.get("MOE_AR_CPU_SEED", "0"))
+        self.resident_clusters = 1
+        self._libraries: dict[Variant, ctypes.CDLL] = {}
+        self._memory: ctypes.Array[ctypes.c_char] | None = None
+        self._record = abi.TimeoutRecord()
+
+    @property
+    def record(self) -> abi.TimeoutRecord:
+        """Where a kernel notes why it gave up."""
+        return self._record
+
+    def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
+        """Allocate slabs of `nbytes` and the control block; return them and its address."""
+        memory = SymmetricMemory(group, lambda: HostSlab(nbytes))
+        self._memory = ctypes.create_string_buffer(ctypes.sizeof(abi.ControlBlock) + 128)
+        address = -(-ctypes.addressof(self._memory) // 128) * 128
+        control = abi.ControlBlock.from_address(address)
+        control.slab[: len(memory.pointers)] = memory.pointers
+        control.record = ctypes.addressof(self._record)
+        return memory, address
+
+    def compile(self, variants: Iterable[Variant]) -> None:
+        """Compile what is not in the cache yet."""
+        compile_all(variants, CPU)
+
+    def load(self, variants: Iterable[Variant]) -> dict[Variant, dict[LaunchShape, int]]:
+        """Load compiled variants; return how many clusters of each shape run side by side."""
+        for (variant, _), path in compile_all(variants, CPU).items():
+            try:
+                self._libraries[variant] = ctypes.CDLL(str(path))
+            except OSError as error:
+                raise CompileError(f"cannot load {path}: {error}") from error
+            self._libraries[variant].moe_ar_emulator_error.restype = ctypes.c_char_p
+        # Clusters run one after the other: the grid is as wide as anyone likes.
+        shapes = dict.fromkeys(all_shapes(), 1 << 20)
+        return dict.fromkeys(variants, shapes)
+
+    def limits(self, resident: dict[LaunchShape, int]) -> KernelLimits:
+        """Wrap the group's minimum; the emulator has as many SMs as a large GPU."""
+        return KernelLimits(resident, 132)
+
+    def run(
+        self, variant: Variant, plan: RowPlan, params: abi.Params, stream: int, programmatic: bool
+    ) -> None:
+        """Run one launch to its end."""
+        library = self._libraries[variant]
+        kernel = library[variant.kernels[plan.shape.long_rows]]
+        config = _LaunchConfig(
+            grid_blocks=plan.grid_blocks,
+            block_threads=plan.shape.block_threads,
+            cluster_blocks=plan.shape.cluster_blocks,
+            resident_clusters=self.resident_clusters,
+            seed=self.seed,
+            watchdog_seconds=0.0,  # the kernel bounds its own waits
+        )
+        status = library.moe_ar_emulator_launch(kernel, ctypes.byref(params), ctypes.byref(config))
+        if status:
+            words = library.moe_ar_emulator_error().decode()
+            raise WorkspaceError(f"{variant.kernel_name} failed in the emulator: {words}")
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Copy memory of the backend."""
+        return ctypes.string_at(address, nbytes)
+
+    def synchronize(self) -> None:
+        """Nothing runs after a launch has returned."""
+
+    def close(self) -> None:
+        """Drop the control block."""
+        self._memory = None

@@ -1,0 +1,220 @@
+"""The CUDA backend: cubins on one device, launched through the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Iterable, Iterator
+
+from . import abi
+from .compile import Variant, compile_all, nvrtc_version
+from .errors import UnsupportedError
+from .group import Group
+from .launch import (
+    Kernel,
+    KernelLaunch,
+    active_clusters,
+    device_limits,
+    driver_version,
+    load,
+    max_cluster_size,
+    occupancy,
+    version_problem,
+)
+from .plan import KernelLimits, LaunchShape, RowPlan, all_shapes
+from .symmetric import CudaSlab, SymmetricMemory
+
+__all__ = ["CudaBackend", "choose_device", "device_count"]
+
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_log = logging.getLogger(__name__)
+
+
+def device_count() -> int:
+    """Return the number of visible CUDA devices.
+
+    Raises:
+        UnsupportedError: CuPy or a driver is missing.
+    """
+    try:
+        from cupy.cuda import runtime
+
+        return int(runtime.getDeviceCount())
+    except ImportError as error:
+        raise UnsupportedError(f"CuPy is not usable: {error}") from error
+    except runtime.CUDARuntimeError as error:
+        raise UnsupportedError(f"CUDA is not usable: {error}") from error
+
+
+def choose_device(device: int | None, local_rank: int) -> int:
+    """Return the ordinal to use: as given, else the thread's current one, else by local rank."""
+    count = device_count()
+    if count == 0:
+        raise UnsupportedError("no CUDA device is visible (see CUDA_VISIBLE_DEVICES)")
+    if device is not None:
+        if not 0 <= device < count:
+            raise UnsupportedError(f"device must be in 0..{count - 1}; got {device}")
+        return device
+    from cupy.cuda import driver, runtime
+
+    if driver.ctxGetCurrent():
+        return int(runtime.getDevice())
+    return local_rank % count
+
+
+class CudaBackend:
+    """Enqueues launches of one rank.
+
+    If the thread has no current device yet, `device` becomes it; else it is put back after each
+    call.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: int, sm_margin: int) -> None:
+        """Look at the device."""
+        from cupy.cuda import driver, runtime
+
+        self._runtime = runtime
+        self.device = device
+        self.ranks_on_device = 1
+        self._sm_margin = sm_margin
+        if not driver.ctxGetCurrent():
+            runtime.setDevice(device)
+        with self._on_device():
+            self.device_limits = device_limits(device)
+        if not 0 <= sm_margin < self.device_limits.sm_count:
+            raise UnsupportedError(
+                f"sm_margin must be in 0..{self.device_limits.sm_count - 1}; got {sm_margin}"
+            )
+        self.description = f"{self.device_limits.name} ({self.device_limits.pci_bus_id})"
+        self._kernels: dict[Variant, tuple[Kernel, ...]] = {}
+        self._launches: dict[tuple[Variant, RowPlan, bool], KernelLaunch] = {}
+        self._control = 0
+        self._record_host = 0
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        current = self._runtime.getDevice()
+        if current == self.device:
+            yield
+            return
+        self._runtime.setDevice(self.device)
+        try:
+            yield
+        finally:
+            self._runtime.setDevice(current)
+
+    @property
+    def record(self) -> abi.TimeoutRecord:
+        """Where a kernel notes why it gave up: host memory mapped into the device."""
+        return abi.TimeoutRecord.from_address(self._record_host)
+
+    def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
+        """Allocate slabs of `nbytes` and the control block; return them and its address."""
+        runtime = self._runtime
+        with self._on_device():
+            memory = SymmetricMemory(group, lambda: CudaSlab(nbytes, self.device))
+            mapped = 2
+            self._record_host = runtime.hostAlloc(ctypes.sizeof(abi.TimeoutRecord), mapped)
+            ctypes.memset(self._record_host, 0, ctypes.sizeof(abi.TimeoutRecord))
+            control = abi.ControlBlock()
+            control.slab[: len(memory.pointers)] = memory.pointers
+            control.record = self._record_host  # the same address on the device (unified memory)
+            self._control = runtime.malloc(ctypes.sizeof(control))
+            runtime.memcpy(
+                self._control, ctypes.addressof(control), ctypes.sizeof(control), _HOST_TO_DEVICE
+            )
+            runtime.deviceSynchronize()
+        return memory, self._control
+
+    def compile(self, variants: Iterable[Variant]) -> None:
+        """Compile what is not in the cache yet."""
+        try:
+            problem = version_problem(nvrtc_version(), driver_version())
+        except Exception:  # prebuilt cubins need no NVRTC
+            problem = None
+        if problem:
+            raise UnsupportedError(problem)
+        compile_all(variants, self.device_limits.arch)
+
+    def load(self, variants: Iterable[Variant]) -> dict[Variant, dict[LaunchShape, int]]:
+        """Load compiled variants; return how many clusters of each shape run side by side."""
+        arch = self.device_limits.arch
+        resident = {}
+        with self._on_device():
+            for (variant, _), path in compile_all(variants, arch).items():
+                if variant not in self._kernels:
+                    self._kernels[variant] = load(path, *variant.kernels)
+                resident[variant] = self._resident_clusters(self._kernels[variant])
+        return resident
+
+    def _resident_clusters(self, kernels: tuple[Kernel, ...]) -> dict[LaunchShape, int]:
+        sms = self.device_limits.sm_count
+        clusters_exist = self.device_limits.compute_capability[0] >= 9
+        largest = max_cluster_size(kernels[0], abi.MAX_BLOCK_THREADS) if clusters_exist else 1
+        resident = {}
+        for shape in all_shapes():
+            if shape.cluster_blocks > largest:
+                continue
+            kernel = kernels[shape.long_rows]
+            if shape.cluster_blocks == 1:
+                count = occupancy(kernel, shape.block_threads) * sms
+            else:
+                count = active_clusters(kernel, shape.block_threads, shape.cluster_blocks)
+            count = count * (sms - self._sm_margin) // (sms * self.ranks_on_device)
+            if count > 0:
+                resident[shape] = count
+        return resident
+
+    def limits(self, resident: dict[LaunchShape, int]) -> KernelLimits:
+        """Wrap the group's minimum."""
+        sms = (self.device_limits.sm_count - self._sm_margin) // self.ranks_on_device
+        return KernelLimits(resident, sms)
+
+    def run(
+        self, variant: Variant, plan: RowPlan, params: abi.Params, stream: int, programmatic: bool
+    ) -> None:
+        """Enqueue one launch."""
+        self.launcher(variant, plan, programmatic).launch(ctypes.addressof(params), stream)
+
+    def launcher(self, variant: Variant, plan: RowPlan, programmatic: bool) -> KernelLaunch:
+        """Return the prepared launch of a plan."""
+        key = (variant, plan, programmatic)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = KernelLaunch(
+                self._kernels[variant][plan.shape.long_rows],
+                plan.grid_blocks,
+                plan.shape.block_threads,
+                cluster=plan.shape.cluster_blocks,
+                programmatic=programmatic,
+            )
+            self._launches[key] = launch
+        return launch
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Copy device memory to the host; waits for the device."""
+        data = ctypes.create_string_buffer(nbytes)
+        with self._on_device():
+            self._runtime.deviceSynchronize()
+            self._runtime.memcpy(ctypes.addressof(data), address, nbytes, _DEVICE_TO_HOST)
+        return data.raw
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        with self._on_device():
+            self._runtime.deviceSynchronize()
+
+    def close(self) -> None:
+        """Free what is this rank's alone."""
+        with self._on_device():
+            if self._control:
+                self._runtime.free(self._control)
+                self._control = 0
+            if self._record_host:
+                self._runtime.freeHost(self._record_host)
+                self._record_host = 0
+        self._launches.clear()
+        self._kernels.clear()

@@ -1,0 +1,531 @@
+"""The workspace: what the ranks of one group share, and what each of them has prepared."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from . import abi, cuda_backend
+from .arrays import CPU
+from .call import ACTIVATIONS, Call, Home, comm_dtype_of, row_problem
+from .compile import Variant
+from .cpu_backend import CpuBackend
+from .cuda_backend import CudaBackend
+from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, WorkspaceError
+from .group import Group, as_group, host_identity, run_threads, staged
+from .plan import KernelLimits, LaunchShape, RowPlan, plan_rows
+from .types import DType
+
+__all__ = ["Workspace"]
+
+OPERATIONS = ("moe_finalize",)
+_log = logging.getLogger(__name__)
+
+
+class Workspace:
+    """Memory that the ranks of a group share, and the kernels that use it.
+
+    Building one is collective over the group; so are `prepare` and `close`. Operations take it as an
+    argument and communicate on the device only. One workspace serves every operation, dtype, shape
+    and layer as long as a call's bytes fit, one call after the other, in the same order on every
+    rank. It is a context manager:
+
+        with Workspace(comm, max_token_num=128, hidden_dim=7168, dtype="bfloat16") as workspace:
+            ...
+
+    Attributes:
+        rank: Own rank in the group.
+        world_size: Number of ranks.
+        backend: "cuda" or "cpu".
+        device: CUDA ordinal, or -1.
+        dtype: Default activation dtype.
+        comm_dtype: Default wire dtype.
+        max_token_num: As given.
+        hidden_dim: As given.
+        nbytes: Bytes of the slab that this rank shares.
+    """
+
+    def __init__(
+        self,
+        comm: Any = None,
+        *,
+        max_token_num: int,
+        hidden_dim: int,
+        dtype: DType | str = DType.BFLOAT16,
+        comm_dtype: DType | str | None = None,
+        device: int | None = None,
+        backend: str | None = None,
+        timeout_s: float | None = 600.0,
+        sm_margin: int = 0,
+    ) -> None:
+        """Build a workspace; collective, and on failure the same error on every rank.
+
+        Compiles (once a node, cached on disk), loads and warms up every operation of `dtype`.
+
+        Args:
+            comm: An mpi4py communicator or any object with `Get_rank, Get_size, allgather, bcast,
+                barrier`; None is MPI's world. 1 to 16 ranks of one host.
+            max_token_num: Most tokens of a call, with `hidden_dim` and the wire dtype. Calls with
+                other shapes are legal as long as their bytes fit (`fits`).
+            hidden_dim: Elements of a row.
+            dtype: bfloat16, float16 or float32: the activations.
+            comm_dtype: What travels: None (the activation dtype) or float32.
+            device: CUDA ordinal; None takes the thread's current device or, where the thread has
+                none yet, the local rank modulo the number of visible devices.
+            backend: "cuda", "cpu", or None: `MOE_AR_BACKEND`, else "cuda" where every rank sees a
+                usable device, else "cpu".
+            timeout_s: Seconds after which a rank gives up waiting for a peer; None waits for ever.
+                `MOE_AR_TIMEOUT_S` overrides it.
+            sm_margin: Streaming multiprocessors that launches leave free.
+
+        Raises:
+            ArgumentError: An argument is wrong or differs between ranks.
+            UnsupportedError: The ranks cannot share memory, or a device or package is missing.
+            CompileError: A compiler is missing or refused a kernel.
+        """
+        self._closed = True  # until built
+        group = as_group(comm)
+        self._group = group
+        self.rank = group.Get_rank()
+        self.world_size = group.Get_size()
+        faults: list[str] = []
+        try:
+            self.dtype = DType.parse(dtype)
+            if self.dtype not in ACTIVATIONS:
+                raise ValueError(f"dtype must be bfloat16, float16 or float32; got {dtype!r}")
+            self.comm_dtype = comm_dtype_of(self.dtype, comm_dtype)
+            problem = row_problem(hidden_dim, self.dtype)
+            if problem:
+                faults.append(problem)
+        except (TypeError, ValueError) as error:
+            faults.append(str(error))
+        if not isinstance(max_token_num, (int, np.integer)) or max_token_num < 1:
+            faults.append(f"max_token_num must be a positive integer; got {max_token_num!r}")
+        if not 1 <= self.world_size <= abi.MAX_RANKS:
+            faults.append(f"comm must have 1 to {abi.MAX_RANKS} ranks; got {self.world_size}")
+        if backend not in (None, "cuda", "cpu"):
+            faults.append(f"backend must be 'cuda', 'cpu' or None; got {backend!r}")
+        timeout, timeout_fault = _timeout(timeout_s)
+        if timeout_fault:
+            faults.append(timeout_fault)
+        same = (int(max_token_num) if not faults else max_token_num, hidden_dim, str(dtype),
+                str(comm_dtype), backend, timeout_s, sm_margin, _source_digest())  # fmt: skip
+        _agree(group, "Workspace", faults, same)
+
+        self.max_token_num = int(max_token_num)
+        self.hidden_dim = int(hidden_dim)
+        payload = self.max_token_num * self.hidden_dim * self.comm_dtype.itemsize
+        epoch = abi.epoch_bytes(self.world_size, payload)
+        self.nbytes = abi.slab_bytes(epoch)
+        self._home_hosts = group.allgather(host_identity())
+        self._backend = self._make_backend(backend, device, sm_margin)
+        self.backend = self._backend.name
+        self.device = self._backend.device
+        self._count_ranks_on_device()
+        self._home = Home(
+            self.device,
+            self.dtype,
+            self.comm_dtype if comm_dtype is not None else None,
+            payload,
+        )
+        self._limits: dict[Variant, KernelLimits] = {}
+        self._plans: dict[tuple[Variant, int, int, LaunchShape | None], RowPlan] = {}
+        self._checked = os.environ.get("MOE_AR_CHECK", "0") not in ("", "0")
+        self._memory, control = self._backend.allocate(group, self.nbytes)
+        self._params = abi.Params(
+            control=control, rank=self.rank, epoch_bytes=epoch, timeout_ns=int(timeout * 1e9)
+        )
+        self._closed = False
+        try:
+            self.prepare()
+        except BaseException:
+            self.close()
+            raise
+        _log.info(
+            "rank %d of %d: %s, %s; %d bytes shared by this rank",
+            self.rank,
+            self.world_size,
+            self.backend,
+            self._backend.description,
+            self.nbytes,
+        )
+
+    # ---- what fits ---------------------------------------------------------------------------
+
+    @staticmethod
+    def bytes_required(
+        *,
+        world_size: int,
+        max_token_num: int,
+        hidden_dim: int,
+        dtype: DType | str = DType.BFLOAT16,
+        comm_dtype: DType | str | None = None,
+    ) -> int:
+        """Return the bytes that each rank shares in such a workspace; needs no GPU and no group.
+
+        Two epochs of one slot for each rank, token and element of the wire dtype, a header, and
+        rounding to 2 MiB. Exact integer arithmetic: nothing is clamped.
+        """
+        wire = comm_dtype_of(DType.parse(dtype), comm_dtype)
+        payload = max_token_num * hidden_dim * wire.itemsize
+        return abi.slab_bytes(abi.epoch_bytes(world_size, payload))
+
+    def fits(
+        self,
+        token_num: int,
+        hidden_dim: int,
+        dtype: DType | str | None = None,
+        *,
+        comm_dtype: DType | str | None = None,
+        use_oneshot: bool | None = None,
+    ) -> bool:
+        """Whether a call with these sizes is within capacity; the same on every rank.
+
+        Args:
+            token_num: Tokens of the call.
+            hidden_dim: Elements of a row.
+            dtype: Activation dtype; None is the workspace's.
+            comm_dtype: Wire dtype; None is the workspace's, or else `dtype`.
+            use_oneshot: None or True: the one-shot protocol, the only one there is.
+
+        Raises:
+            ValueError: A dtype is none that the package knows.
+        """
+        if use_oneshot is False:
+            return False
+        activation = self.dtype if dtype is None else DType.parse(dtype)
+        if comm_dtype is None and activation is self.dtype:
+            comm_dtype = self.comm_dtype
+        wire = comm_dtype_of(activation, comm_dtype)
+        if row_problem(hidden_dim, activation) or token_num < 0:
+            return False
+        return token_num * hidden_dim * wire.itemsize <= self._home.payload_bytes
+
+    @classmethod
+    def is_supported(
+        cls, comm: Any = None, *, backend: str | None = None, device: int | None = None
+    ) -> tuple[bool, str]:
+        """Whether a workspace can be built over these ranks; collective, never raises.
+
+        Builds a small one and closes it.
+
+        Returns:
+            True and a description, or False and the reason; the same on every rank.
+        """
+        try:
+            group = as_group(comm)
+        except Exception as error:
+            return False, str(error)
+        try:
+            with cls(
+                group, max_token_num=1, hidden_dim=64, backend=backend, device=device
+            ) as workspace:
+                words = f"{workspace.backend}, {workspace.world_size} ranks"
+            return True, words
+        except Exception as error:
+            return False, str(error)
+
+    @classmethod
+    def init_all(
+        cls, world_size: int, *, devices: Sequence[int] | None = None, **options: Any
+    ) -> list[Workspace]:
+        """Build several ranks in this process and return their workspaces in rank order.
+
+        Launch the ranks from one thread each, or on streams of their own without waiting for one in
+        between: every rank waits for the others on the device. On the CPU backend, where calls
+        block, a thread each is the only way (`testing.run_ranks`).
+
+        Args:
+            world_size: Number of ranks.
+            devices: CUDA ordinal of each rank; None deals out the visible ones in turn.
+            options: As the constructor's.
+        """
+        if devices is not None and len(devices) != world_size:
+            raise ArgumentError(
+                "Workspace.init_all",
+                [f"devices must name {world_size} devices; got {list(devices)}"],
+            )
+        return run_threads(
+            world_size,
+            lambda group: cls(
+                group, device=None if devices is None else devices[group.Get_rank()], **options
+            ),
+        )
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        *,
+        dtype: DType | str | None = None,
+        comm_dtype: DType | str | None = None,
+        operations: Iterable[str] = OPERATIONS,
+    ) -> None:
+        """Compile, load and warm up operations for a dtype, for every shape; collective.
+
+        The constructor has done so for the workspace's own dtype. What is not prepared raises when
+        it is called, since compiling or loading while a peer's kernel waits can deadlock.
+
+        Args:
+            dtype: Activation dtype; None is the workspace's.
+            comm_dtype: Wire dtype; None is the workspace's, or else `dtype`.
+            operations: Names of operations.
+
+        Raises:
+            ArgumentError: An argument is wrong.
+            CompileError: A kernel cannot be compiled; on every rank.
+        """
+        self._require_open("prepare")
+        faults: list[str] = []
+        variants: tuple[Variant, ...] = ()
+        try:
+            activation = self.dtype if dtype is None else DType.parse(dtype)
+            if activation not in ACTIVATIONS:
+                raise ValueError(f"dtype must be bfloat16, float16 or float32; got {dtype!r}")
+            if comm_dtype is None and activation is self.dtype:
+                comm_dtype = self.comm_dtype
+            wire = comm_dtype_of(activation, comm_dtype)
+            operations = tuple(operations)
+            unknown = [name for name in operations if name not in OPERATIONS]
+            if unknown:
+                raise ValueError(f"operations must be among {OPERATIONS}; got {unknown}")
+            variants = tuple(
+                Variant(name, "oneshot", activation, wire, self.world_size) for name in operations
+            )
+        except (TypeError, ValueError) as error:
+            faults.append(str(error))
+        _agree(self._group, "Workspace.prepare", faults, variants)
+        new = [variant for variant in variants if variant not in self._limits]
+        group, backend = self._group, self._backend
+        first_on_host = self._home_hosts.index(self._home_hosts[self.rank]) == self.rank
+        # One rank of a host compiles, the others then find it in the cache.
+        staged(group, "compiling", lambda: backend.compile(new) if first_on_host else None)
+        resident = staged(group, "loading the kernels", lambda: backend.load(new))
+        everyone = group.allgather(resident)
+        for variant in new:
+            counts = [told[variant] for told in everyone]
+            least = {
+                shape: min(count[shape] for count in counts)
+                for shape in counts[0]
+                if all(shape in count for count in counts)
+            }
+            self._limits[variant] = backend.limits(least)
+        staged(group, "warming up", lambda: self._warm_up(new))
+
+    def _warm_up(self, variants: Iterable[Variant]) -> None:
+        # The first launch of a kernel may wait for the device to drain, which never happens while
+        # a peer's kernel waits for this one.
+        params = abi.Params.from_buffer_copy(self._params)
+        params.flags = abi.Flag.WARM_UP
+        for variant in variants:
+            shapes = self._limits[variant].resident_clusters
+            for long_rows in (False, True):
+                shape = next(s for s in shapes if s.long_rows is long_rows)
+                self._backend.run(variant, RowPlan(shape, shape.cluster_blocks), params, 0, False)
+        self._backend.synchronize()
+
+    def check(self) -> None:
+        """Raise if a launch gave up waiting for a peer; does not wait for the device.
+
+        Raises:
+            PeerTimeoutError: It did; the workspace is broken for good.
+        """
+        record = self._backend.record
+        if record.valid:
+            raise PeerTimeoutError(record.rank, record.missing_rank, record.token, record.launch)
+
+    def close(self) -> None:
+        """Wait for the device, unmap and free; collective, and nothing when called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._backend.synchronize()
+        if self._backend.record.valid:
+            self._memory.abandon()
+        else:
+            self._memory.close()
+        self._backend.close()
+
+    def __enter__(self) -> Workspace:
+        """Return the workspace."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it; after an exception without the peers, which may not come here."""
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            self._memory.abandon()
+
+    def __del__(self) -> None:
+        """Warn if it was not closed."""
+        if not getattr(self, "_closed", True):
+            warnings.warn(
+                f"workspace of rank {self.rank} was not closed", ResourceWarning, stacklevel=2
+            )
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        call: Call,
+        *,
+        stream: int = 0,
+        launch_with_pdl: bool = False,
+        launch_shape: LaunchShape | None = None,
+    ) -> None:
+        """Launch a checked call; for the operations of `ops`.
+
+        Raises:
+            WorkspaceError: The call's dtypes were not prepared.
+            PeerTimeoutError: An earlier launch gave up.
+        """
+        self.check()
+        if call.token_num == 0:
+            return
+        variant = Variant(
+            call.operation, "oneshot", call.dtype, call.comm_dtype, self.world_size
+        )
+        limits = self._limits.get(variant)
+        if limits is None:
+            raise WorkspaceError(
+                f"{call.operation} is not prepared for dtype {call.dtype.value} with comm_dtype "
+                f"{call.comm_dtype.value}; call workspace.prepare(dtype='{call.dtype.value}', "
+                f"comm_dtype='{call.comm_dtype.value}') on every rank first"
+            )
+        key = (variant, call.token_num, call.row_vectors, launch_shape)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = plan_rows(
+                call.token_num, call.row_vectors, limits, launch_shape
+            )
+        call.fill(self._params)
+        if self._backend.ranks_on_device > 1:
+            self._params.flags &= ~abi.Flag.TRIGGER_EARLY
+        self._backend.run(variant, plan, self._params, stream, launch_with_pdl)
+
+    def home(self, function: str) -> Home:
+        """Return what the call rules need; raises if the workspace is closed."""
+        self._require_open(function)
+        return self._home
+
+    @property
+    def checked(self) -> bool:
+        """Whether `MOE_AR_CHECK` asks for agreement over the group at each call."""
+        return self._checked
+
+    def agree(self, function: str, faults: Sequence[str], call: Call | None) -> None:
+        """Compare a call with the peers' and validate its indices; collective, for debugging."""
+        faults = list(faults)
+        same: Any = None
+        if call is not None:
+            same = (call.operation, call.dtype, call.comm_dtype, call.token_num, call.hidden_dim,
+                    call.top_k, call.rms_eps, call.weight_bias)  # fmt: skip
+            address = dict(call.addresses)["route_index"]
+            data = self._backend.read(address, 4 * call.token_num * call.top_k)
+            index = np.frombuffer(data, np.int32)
+            wrong = index[(index < -1) | (index >= call.num_permuted_rows)]
+            if wrong.size:
+                faults.append(
+                    "expanded_idx_to_permuted_idx must hold -1 (no route) or row numbers below "
+                    f"num_permuted_rows = {call.num_permuted_rows}; got {wrong[0]}"
+                )
+        _agree(self._group, function, faults, same)
+
+    def _require_open(self, function: str) -> None:
+        if self._closed:
+            raise WorkspaceError(f"{function}: the workspace is closed")
+
+    # ---- building ----------------------------------------------------------------------------------
+
+    def _make_backend(
+        self, backend: str | None, device: int | None, sm_margin: int
+    ) -> CudaBackend | CpuBackend:
+        group = self._group
+        hosts = self._home_hosts
+        local_rank = hosts[: self.rank].count(hosts[self.rank])
+        backend = backend or os.environ.get("MOE_AR_BACKEND") or None
+        if backend is None:
+            try:
+                usable = cuda_backend.device_count() > 0
+            except UnsupportedError as error:
+                _log.info("rank %d uses the CPU backend: %s", self.rank, error)
+                usable = False
+            backend = "cuda" if all(group.allgather(usable)) else "cpu"
+
+        def make() -> CudaBackend | CpuBackend:
+            if backend == "cpu":
+                if device is not None:
+                    raise UnsupportedError(f"device must be None on the CPU backend; got {device}")
+                return CpuBackend()
+            return CudaBackend(cuda_backend.choose_device(device, local_rank), sm_margin)
+
+        return staged(group, f"choosing the {backend} backend's device", make)
+
+    def _count_ranks_on_device(self) -> None:
+        if isinstance(self._backend, CudaBackend):
+            uuids = self._group.allgather(self._backend.device_limits.uuid)
+            # The most crowded device decides, so that every rank plans alike.
+            self._backend.ranks_on_device = max(map(uuids.count, uuids))
+
+
+def _agree(group: Group, function: str, faults: Sequence[str], same: Any) -> None:
+    """Raise every rank's faults on every rank, and a difference in what must be the same."""
+    told = group.allgather((tuple(faults), same))
+    found: list[str] = []
+    for rank, (rank_faults, _) in enumerate(told):
+        everywhere = all(other[0] == rank_faults for other in told)
+        found += [fault if everywhere else f"rank {rank}: {fault}" for fault in rank_faults]
+    if not found and any(other[1] != told[0][1] for other in told):
+        rank = next(r for r, other in enumerate(told) if other[1] != told[0][1])
+        found.append(
+            f"arguments must be the same on every rank; rank 0 has {told[0][1]}, "
+            f"rank {rank} has {told[rank][1]}"
+        )
+    if found:
+        raise ArgumentError(function, list(dict.fromkeys(found)))
+
+
+def _timeout(timeout_s: float | None) -> tuple[float, str | None]:
+    """Return the bound in seconds (0: none) and what is wrong with it."""
+    name: str = "timeout_s"
+    value: Any = timeout_s
+    if os.environ.get("MOE_AR_TIMEOUT_S"):
+        name, value = "MOE_AR_TIMEOUT_S", os.environ["MOE_AR_TIMEOUT_S"]
+    if value is None or value == "none":
+        return 0.0, None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 < seconds < 1e9:
+        return 0.0, f"{name} must be a positive number of seconds or None; got {value!r}"
+    return seconds, None
+
+
+def _source_digest() -> str:
+    """Digest of the package and the kernels: ranks of different versions must not meet."""
+    from .compile import sources
+
+    digest = hashlib.sha256()
+    for folder, pattern in ((Path(__file__).parent, "*.py"), (sources(), "**/*.cu*")):
+        for path in sorted(folder.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+assert CPU == CpuBackend.device

@@ -1,0 +1,42 @@
+// Parameters of the kernels that test the emulator.
+#pragma once
+
+#include <cstdint>
+
+constexpr int kMaxTestRanks = 3;
+constexpr std::uint32_t kEmpty = 0x80000000;
+
+// Control words of a rank, advanced on the "device".
+struct TestControl {
+  std::uint32_t epoch, arrived;
+};
+
+struct TestParams {
+  std::uint32_t* out;       // a word a thread of the grid
+  const std::uint32_t* in;  // likewise
+  std::uint32_t* flag;      // [1]
+  // exchange: slots[rank] holds [2 epochs][writer][thread of the grid] of 16 bytes.
+  std::uint32_t* slots[kMaxTestRanks];
+  TestControl* control;
+  std::uint32_t rank, ranks;
+  std::uint32_t rounds;
+  std::uint32_t planted;  // 0, or which fault of this kernel
+};
+
+struct ConvertParams {
+  const void* in;
+  void* out;
+  std::uint32_t count;
+  std::uint32_t what;  // 0: float2 to bf16x2, 1: float2 to f16x2, 2: f16 to float,
+                       // 3, 4: drop -0 of bf16x2, f16x2, 5: rsqrt, 6: float doubled by fma
+};
+
+extern "C" {
+void barrier(const void* params);
+void shuffle(const void* params);
+void cluster(const void* params);
+void exchange(const void* params);
+void publish(const void* params);
+void stuck(const void* params);
+void convert(const void* params);
+}

@@ -1,0 +1,196 @@
+// Runs the kernels of kernels.cu: self_test TEST SEED [PLANTED [SECONDS]]. Exit status 0: as
+// expected, 1: wrong values, 10 + s: status s of the launch.
+#include <emulator.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+using u32 = std::uint32_t;
+
+struct Shape {
+  u32 blocks, threads, cluster = 1, resident = 0;
+};
+
+std::uint64_t seed;
+u32 planted;
+double watchdog_seconds = 20;
+
+int launch(void (*kernel)(const void*), const TestParams& params, Shape shape, u32 rank = 0) {
+  const MoeArEmulatorConfig config{
+      shape.blocks,   shape.threads, shape.cluster, shape.resident, seed ? seed + 1000 * rank : 0,
+      watchdog_seconds};
+  const int status = moe_ar_emulator_launch(kernel, &params, &config);
+  if (status != 0) std::printf("rank %u: status %d: %s\n", rank, status, moe_ar_emulator_error());
+  return status == 0 ? 0 : 10 + status;
+}
+
+std::vector<u32> inputs(std::size_t n, u32 salt) {
+  std::vector<u32> words(n);
+  for (std::size_t i = 0; i < n; ++i) words[i] = static_cast<u32>(i * 2654435761u + salt) >> 4;
+  return words;
+}
+
+int check(const char* what, u32 i, u32 got, u32 expected) {
+  if (got == expected) return 0;
+  std::printf("%s: word %u is %u, not %u\n", what, i, got, expected);
+  return 1;
+}
+
+// Runs `kernel` and compares its outputs with expected(i).
+template <class Expected>
+int run(const char* name, void (*kernel)(const void*), Shape shape, u32 rounds,
+        Expected expected_of) {
+  const u32 n = shape.blocks * shape.threads;
+  const std::vector<u32> in = inputs(n, rounds);
+  std::vector<u32> out(n, 0xdeadbeef);
+  u32 flag = 0;
+  TestParams p{};
+  p.in = in.data(), p.out = out.data(), p.flag = &flag;
+  p.rounds = rounds, p.planted = planted;
+  int status = launch(kernel, p, shape);
+  for (u32 i = 0; i < n && status == 0; ++i) status = check(name, i, out[i], expected_of(in, i));
+  return status;
+}
+
+int barrier_test(Shape shape) {
+  return run("barrier", barrier, shape, 5, [&](const std::vector<u32>& in, u32 i) {
+    return in[i / shape.threads * shape.threads + (i + 5) % shape.threads];
+  });
+}
+
+int shuffle_test(Shape shape) {
+  return run("shuffle", shuffle, shape, 3, [](const std::vector<u32>& in, u32 i) {
+    u32 sum = 0;
+    for (u32 lane = 0; lane < 32; ++lane) sum += in[i / 32 * 32 + lane] % 1000;
+    return sum;
+  });
+}
+
+int cluster_test(Shape shape) {
+  constexpr u32 kRounds = 4;
+  return run("cluster", cluster, shape, kRounds, [&](const std::vector<u32>& in, u32 i) {
+    const u32 first = i / shape.threads / shape.cluster * shape.cluster;
+    u32 sum = kRounds;
+    for (u32 b = 0; b < shape.cluster; ++b) sum += 10 * (in[first + b] % 1000);
+    return sum;
+  });
+}
+
+// `ranks` OS threads, each with launches of changing shape.
+int exchange_test(u32 ranks) {
+  const Shape shapes[] = {{2, 64}, {3, 32}, {1, 96, 1, 1}, {4, 32, 2, 1}, {2, 64}, {4, 64, 2}};
+  constexpr std::size_t kThreads = 256;
+  std::vector<std::vector<u32>> slots(ranks);
+  for (auto& s : slots) s.assign(2 * ranks * kThreads * 4 + 4, kEmpty);
+  std::vector<int> statuses(ranks);
+  const auto run_rank = [&](u32 rank) {
+    TestControl control{};
+    u32 launches = 0;
+    for (const Shape& shape : shapes) {
+      const u32 n = shape.blocks * shape.threads;
+      const std::vector<u32> in = inputs(n, 1000 * launches + rank);
+      std::vector<u32> out(n, 0xdeadbeef);
+      TestParams p{};
+      for (u32 r = 0; r < ranks; ++r) {  // vectors start at multiples of 16 bytes
+        p.slots[r] = reinterpret_cast<u32*>((reinterpret_cast<std::uintptr_t>(slots[r].data()) + 15) &
+                                            ~std::uintptr_t{15});
+      }
+      p.in = in.data(), p.out = out.data(), p.control = &control;
+      p.rank = rank, p.ranks = ranks, p.planted = planted;
+      int status = launch(exchange, p, shape, rank);
+      for (u32 i = 0; i < n && status == 0; ++i) {
+        u32 sum = 0;
+        for (u32 r = 0; r < ranks; ++r) {
+          if (r != rank) sum += 4 * inputs(n, 1000 * launches + r)[i] + 6;
+        }
+        status = check("exchange", i, out[i], sum);
+      }
+      if (status != 0) {
+        statuses[rank] = status;
+        return;
+      }
+      ++launches;
+    }
+  };
+  std::vector<std::thread> threads;
+  for (u32 r = 0; r < ranks; ++r) threads.emplace_back(run_rank, r);
+  for (auto& t : threads) t.join();
+  for (u32 r = 0; r < ranks; ++r) {
+    if (statuses[r] != 0) return statuses[r];
+    for (u32 word : slots[r]) {
+      if (word != kEmpty) return check("slot left", r, word, kEmpty);
+    }
+  }
+  return 0;
+}
+
+int publish_test() {
+  alignas(16) u32 data[4] = {};
+  u32 out = 0, flag = 0;
+  TestParams p{};
+  p.out = &out, p.flag = &flag, p.slots[0] = data, p.planted = planted;
+  const int status = launch(publish, p, {2, 32});
+  return status != 0 ? status : check("publish", 0, out, 4);
+}
+
+int stuck_test() {
+  alignas(16) u32 data[4] = {kEmpty, kEmpty, kEmpty, kEmpty};
+  std::vector<u32> in = inputs(128, 0), out(128);
+  TestParams p{};
+  p.in = in.data(), p.out = out.data(), p.slots[0] = data, p.planted = planted;
+  const int status = launch(stuck, p, {2, 64});
+  planted = 0;
+  const int after = barrier_test({3, 96});  // the emulator is as good as new
+  return after != 0 ? 2 : status;
+}
+
+int config_test() {
+  for (const Shape& shape : {Shape{0, 32}, Shape{1, 0}, Shape{1, 33}, Shape{1, 1056},
+                             Shape{4, 32, 3}, Shape{17, 32, 17}, Shape{4, 32, 0}}) {
+    if (launch(barrier, {}, shape) != 10 + kMoeArEmulatorConfig) return 1;
+  }
+  return 0;
+}
+
+// Everything that must be right, in many shapes.
+int clean_test() {
+  for (const Shape& shape : {Shape{1, 32}, Shape{1, 1024}, Shape{5, 96}, Shape{5, 96, 1, 2},
+                             Shape{4, 64, 2, 1}, Shape{40, 256}}) {
+    if (const int status = barrier_test(shape)) return status;
+    if (const int status = shuffle_test(shape)) return status;
+  }
+  for (const Shape& shape : {Shape{3, 64}, Shape{8, 32, 8}, Shape{12, 64, 4, 1}, Shape{16, 32, 16},
+                             Shape{8, 96, 2, 3}}) {
+    if (const int status = cluster_test(shape)) return status;
+  }
+  for (u32 ranks : {2, 3}) {
+    if (const int status = exchange_test(ranks)) return status;
+  }
+  if (const int status = publish_test()) return status;
+  return config_test();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string test = argc > 1 ? argv[1] : "clean";
+  if (argc > 2) seed = std::strtoull(argv[2], nullptr, 0);
+  if (argc > 3) planted = static_cast<u32>(std::atoi(argv[3]));
+  if (argc > 4) watchdog_seconds = std::atof(argv[4]);
+  if (test == "clean") return clean_test();
+  if (test == "barrier") return barrier_test({2, 128});
+  if (test == "cluster") return cluster_test({4, 64, 2});
+  if (test == "exchange") return exchange_test(2);
+  if (test == "publish") return publish_test();
+  if (test == "stuck") return stuck_test();
+  std::printf("no test %s\n", test.c_str());
+  return 3;
+}
