@@ -10,140 +10,184 @@ namespace {
 // Vectors of a row go to threads by groups of 32, groups to warps in turn over the blocks of the
 // cluster, so that blocks differ by one group at most.
 struct Placement {
-  u32 blocks;    // of the cluster
-  u32 cluster;   // index of the cluster in the grid
-  u32 clusters;
+  int cluster;  // index of the cluster in the grid
+  int clusters;
   int first_group;
   int group_step;  // groups the cluster holds at a time
   int lane;
 
-  __device__ __forceinline__ Placement() {
-    blocks = ptx::cluster_blocks();
-    cluster = ptx::block_index() / blocks;
-    clusters = ptx::grid_blocks() / blocks;
-    const u32 warp = ptx::thread_index() / 32;
-    first_group = static_cast<int>(warp * blocks + ptx::block_index() % blocks);
-    group_step = static_cast<int>(ptx::block_threads() / 32 * blocks);
+  __device__ __forceinline__ explicit Placement(const Params& p) {
+    const u32 log2 = p.cluster_log2;
+    cluster = static_cast<int>(ptx::block_index() >> log2);
+    clusters = static_cast<int>(ptx::grid_blocks() >> log2);
+    const u32 block = ptx::block_index() - (cluster << log2);
+    first_group = static_cast<int>((ptx::thread_index() / 32 << log2) + block);
+    group_step = static_cast<int>(ptx::block_threads() / 32 << log2);
     lane = static_cast<int>(ptx::thread_index() % 32);
   }
 };
 
-__device__ __forceinline__ Payload produce(const Params& p, int token, int column) {
+template <int kInFlight>
+__device__ __forceinline__ Payload produce(const Finalize<kInFlight>& finalize) {
   float partial[kElements];
-  finalize(p, token, column, partial);
+  finalize(partial);
   return to_wire(partial);
 }
 
-__device__ __forceinline__ Vec16 load_residual(const Params& p, int token, int column) {
-  if (p.residual_in == nullptr) return Vec16{};
-  return ptx::ld_once_v4(row_vector(p.residual_in, p, token, column));
-}
-
-// A thread holds one vector of a row, in registers from its push to its norm.
-__device__ __forceinline__ void run_rows(const Params& p, const Placement& at, Session& session,
-                                         RowReduction& reduction) {
-  const int groups = (p.row_vectors + 31) / 32;
-  const int column = at.first_group * 32 + at.lane;
+// A cluster holds one row, a thread one vector of it: nothing but what a decode step needs.
+__device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
+  const int groups = ptx::settled((p.row_vectors + 31) / 32);
+  const int group = ptx::settled(at.first_group);
+  const int column = ptx::settled(group * 32 + at.lane);
   const bool active = column < p.row_vectors;
-  Weight gamma = {};
+  RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, group);
+  const Finalize<8> finalize(p, at.cluster, column);
+  const u64 offset = ptx::settled(row_offset(p, at.cluster, column));
+  ptx::pdl_wait();
+  if (p.flags & kTriggerEarly) ptx::pdl_trigger();
+  Session session(p);
 
-  for (int token = at.cluster; token < p.token_num; token += at.clusters) {
-    const bool first_token = token == static_cast<int>(at.cluster);
-    Payload own = {};
-    Vec16 residual = {};
-    if (active) {
-      own = produce(p, token, column);
-      session.push(token, column, own);
-      residual = load_residual(p, token, column);
-      if (first_token && p.norm_out != nullptr) gamma.load(p, column);
-    }
-    if (first_token) {
-      session.arrive();
-      reduction.begin();
-    }
-    if (active) {
-      float total[kElements] = {};
-      session.reduce(token, column, own, total);
-      residual = store_residual(p, token, column, total, residual);
-    }
-    if (p.norm_out == nullptr) continue;
-    if (at.first_group < groups) reduction.publish(at.first_group, square_sum(residual));
+  Payload own = {};
+  Vec16 residual = {};
+  Gamma gamma = {};
+  if (active) {
+    own = produce(finalize);
+    session.push(at.cluster, column, own);
+    residual = load_residual(p, offset);
+    if (p.norm_out != nullptr) gamma.load(p, column);
+  }
+  session.advance();
+  reduction.begin();
+  if (active) {
+    float total[kElements];
+    session.reduce(at.cluster, column, own, total);
+    residual = store_residual(p, offset, total, residual);
+  }
+  if (p.norm_out != nullptr) {
+    ptx::warp_sync();
+    if (group < groups) reduction.publish(0, square_sum(residual));
     const float row_square_sum = reduction.collect(groups);
-    if (active) store_norm(p, token, column, residual, gamma, row_square_sum);
+    if (active) store_norm(p, offset, residual, gamma, row_square_sum);
   }
 }
 
-// A thread holds several vectors of a row, parked in the own slots in between.
-__device__ __forceinline__ void run_long_rows(const Params& p, const Placement& at,
-                                              Session& session, RowReduction& reduction) {
+// A cluster holds one row after the other, a thread one vector. It pushes a row ahead of the one
+// that it finishes, so that the link is busy while it waits.
+__device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
+  const int groups = ptx::settled((p.row_vectors + 31) / 32);
+  const int group = ptx::settled(at.first_group);
+  const int column = ptx::settled(group * 32 + at.lane);
+  const bool active = column < p.row_vectors;
+  RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, group);
+  ptx::pdl_wait();
+  if (p.flags & kTriggerEarly) ptx::pdl_trigger();
+  Session session(p);
+
+  Payload ahead = {};
+  // One step more than rows: a step produces its row and finishes the one before.
+  for (int next = at.cluster, done = -1; done < p.token_num; done = next, next += at.clusters) {
+    const Payload own = ahead;
+    if (active && next < p.token_num) {
+      ahead = produce(Finalize<4>(p, next, column));
+      session.push(next, column, ahead);
+    }
+    if (done < 0) {
+      session.advance();
+      reduction.begin();
+      continue;
+    }
+    const u64 offset = row_offset(p, done, column);
+    Vec16 residual = {};
+    Gamma gamma = {};
+    if (active) {
+      residual = load_residual(p, offset);
+      if (p.norm_out != nullptr) gamma.load(p, column);
+      float total[kElements];
+      session.reduce(done, column, own, total);
+      residual = store_residual(p, offset, total, residual);
+    }
+    if (p.norm_out == nullptr) continue;
+    ptx::warp_sync();
+    if (group < groups) reduction.publish(0, square_sum(residual));
+    const float row_square_sum = reduction.collect(groups);
+    if (active) store_norm(p, offset, residual, gamma, row_square_sum);
+  }
+}
+
+// As run_rows, but a thread holds several vectors of a row, parked in the own slots in between.
+__device__ __forceinline__ void run_long_rows(const Params& p, const Placement& at) {
   const int groups = (p.row_vectors + 31) / 32;
+  RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
+  ptx::pdl_wait();
+  if (p.flags & kTriggerEarly) ptx::pdl_trigger();
+  Session session(p);
 
   for (int token = at.cluster; token < p.token_num; token += at.clusters) {
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
       if (column >= p.row_vectors) continue;
-      const Payload own = produce(p, token, column);
+      const Payload own = produce(Finalize<4>(p, token, column));
       session.push(token, column, own);
       session.keep(token, column, own);
     }
-    if (token == static_cast<int>(at.cluster)) {
-      session.arrive();
+    if (token == at.cluster) {
+      session.advance();
       reduction.begin();
     }
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
       Vec16 residual = {};
       if (column < p.row_vectors) {
-        const Payload own = session.look(p.rank, token, column);
-        float total[kElements] = {};
+        Payload own = session.kept(token, column);
+        float total[kElements];
+        const u64 offset = row_offset(p, token, column);
+        residual = load_residual(p, offset);
         session.reduce(token, column, own, total);
-        residual = store_residual(p, token, column, total, load_residual(p, token, column));
+        residual = store_residual(p, offset, total, residual);
         if (p.norm_out != nullptr) {
-          Payload parked = own;
-          parked.v[0] = residual;
-          session.keep(token, column, parked);
+          own.v[0] = residual;
+          session.keep(token, column, own);
         } else {
-          session.restore(p.rank, token, column);
+          session.restore_kept(token, column);
         }
       }
-      if (p.norm_out != nullptr) reduction.publish(group, square_sum(residual));
+      ptx::warp_sync();
+      if (p.norm_out != nullptr) {
+        reduction.publish(group - at.first_group, square_sum(residual));
+      }
     }
     if (p.norm_out == nullptr) continue;
     const float row_square_sum = reduction.collect(groups);
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
       if (column >= p.row_vectors) continue;
-      Weight gamma;
+      Gamma gamma = {};
       gamma.load(p, column);
-      store_norm(p, token, column, session.look(p.rank, token, column).v[0], gamma, row_square_sum);
-      session.restore(p.rank, token, column);
+      const Vec16 residual = session.kept(token, column).v[0];
+      store_norm(p, row_offset(p, token, column), residual, gamma, row_square_sum);
+      session.restore_kept(token, column);
     }
   }
-}
-
-template <bool kLongRows>
-__device__ __forceinline__ void oneshot(const Params& p) {
-  if (p.flags & kWarmUp) return;
-  const Placement at;
-  RowReduction reduction(ptx::block_shared<RowSums>(), p.norm_out != nullptr ? at.blocks : 1);
-  ptx::pdl_wait();
-  if (p.flags & kTriggerEarly) ptx::pdl_trigger();
-  Session session(p);
-  if constexpr (kLongRows) {
-    run_long_rows(p, at, session, reduction);
-  } else {
-    run_rows(p, at, session, reduction);
-  }
-  ptx::pdl_trigger();
 }
 
 }  // namespace
 }  // namespace moe_ar
 
-MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
-  moe_ar::oneshot<false>(p);
+// For as many clusters as rows; for fewer; and for rows longer than a cluster has threads.
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_row), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_row(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
+}
+
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_rows), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_rows(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
 }
 
 MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_long), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
-  moe_ar::oneshot<true>(p);
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_long_rows(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
 }

@@ -7,6 +7,7 @@ import enum
 
 __all__ = [
     "MAX_BLOCK_THREADS",
+    "MAX_GRID_BLOCKS",
     "MAX_RANKS",
     "MAX_ROW_BYTES",
     "SENTINEL",
@@ -23,6 +24,7 @@ __all__ = [
 
 MAX_RANKS = 16
 MAX_BLOCK_THREADS = 512
+MAX_GRID_BLOCKS = 2048
 VECTOR_BYTES = 16
 GROUP_VECTORS = 32
 MAX_ROW_BYTES = 128 * GROUP_VECTORS * VECTOR_BYTES
@@ -55,18 +57,15 @@ class TimeoutRecord(ctypes.Structure):
 
 
 class ControlBlock(ctypes.Structure):
-    """State of a rank that its launches share; the first two lines are 128 bytes each."""
+    """State of a rank that its launches share."""
 
     _fields_ = (
-        ("epoch", ctypes.c_uint32),
-        ("broken", ctypes.c_uint32),
-        ("launches", ctypes.c_uint64),
-        ("_line0", ctypes.c_uint8 * 112),
-        ("arrived", ctypes.c_uint32),
-        ("_line1", ctypes.c_uint8 * 124),
+        ("epoch", ctypes.c_uint32 * MAX_GRID_BLOCKS),
         ("slab", ctypes.c_uint64 * MAX_RANKS),
         ("record", ctypes.c_uint64),
-        ("_line3", ctypes.c_uint8 * 120),
+        ("broken", ctypes.c_uint32),
+        ("launches", ctypes.c_uint64),
+        ("_pad", ctypes.c_uint8 * 104),
     )
 
 
@@ -96,6 +95,8 @@ class Params(ctypes.Structure):
         ("weight_bias", ctypes.c_float),
         ("inverse_hidden", ctypes.c_float),
         ("flags", ctypes.c_uint32),
+        ("cluster_log2", ctypes.c_uint32),
+        ("_reserved", ctypes.c_uint32),
     )
 
 

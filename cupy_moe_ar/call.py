@@ -206,7 +206,8 @@ class _Checker:
         except (TypeError, ValueError):
             self.fault(f"{name} must be a number; got {value!r}")
             return math.nan
-        if not math.isfinite(result) or (minimum is not None and result < minimum):
+        # As float32, which is what the kernel gets.
+        if not abs(result) < 2.0**128 - 2.0**103 or (minimum is not None and result < minimum):
             at_least = "" if minimum is None else f" and at least {minimum:g}"
             self.fault(f"{name} must be finite{at_least}; got {value!r}")
         return result
@@ -268,7 +269,8 @@ def describe_moe_finalize(
             f"expanded_idx_to_permuted_idx must have shape [token_num, top_k]; got {index.shape}"
         )
     check.raise_faults()
-    assert rows is not None and index is not None
+    assert rows is not None
+    assert index is not None
     num_permuted_rows, hidden_dim = rows.shape
     token_num, top_k = index.shape
 

@@ -89,9 +89,9 @@ class Variant:
         return f"{self.operation}_{self.protocol}_{self.dtype.short}{wire}_w{self.world_size}"
 
     @property
-    def kernels(self) -> tuple[str, str]:
-        """The module's kernels: for rows that fit a cluster's threads, and for longer ones."""
-        return self.kernel_name, f"{self.kernel_name}_long"
+    def kernels(self) -> dict[str, str]:
+        """Names of the module's kernels, by the part that comes after the module's name."""
+        return {kernel: f"{self.kernel_name}_{kernel}" for kernel in ("row", "rows", "long")}
 
     @property
     def defines(self) -> dict[str, str]:

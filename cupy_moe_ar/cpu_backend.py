@@ -89,7 +89,7 @@ class CpuBackend:
     ) -> None:
         """Run one launch to its end."""
         library = self._libraries[variant]
-        kernel = library[variant.kernels[plan.shape.long_rows]]
+        kernel = library[variant.kernels[plan.shape.kernel]]
         config = _LaunchConfig(
             grid_blocks=plan.grid_blocks,
             block_threads=plan.shape.block_threads,

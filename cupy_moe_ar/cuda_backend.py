@@ -89,7 +89,7 @@ class CudaBackend:
                 f"sm_margin must be in 0..{self.device_limits.sm_count - 1}; got {sm_margin}"
             )
         self.description = f"{self.device_limits.name} ({self.device_limits.pci_bus_id})"
-        self._kernels: dict[Variant, tuple[Kernel, ...]] = {}
+        self._kernels: dict[Variant, dict[str, Kernel]] = {}
         self._launches: dict[tuple[Variant, RowPlan, bool], KernelLaunch] = {}
         self._control = 0
         self._record_host = 0
@@ -146,19 +146,20 @@ class CudaBackend:
         with self._on_device():
             for (variant, _), path in compile_all(variants, arch).items():
                 if variant not in self._kernels:
-                    self._kernels[variant] = load(path, *variant.kernels)
+                    loaded = load(path, *variant.kernels.values())
+                    self._kernels[variant] = dict(zip(variant.kernels, loaded, strict=True))
                 resident[variant] = self._resident_clusters(self._kernels[variant])
         return resident
 
-    def _resident_clusters(self, kernels: tuple[Kernel, ...]) -> dict[LaunchShape, int]:
+    def _resident_clusters(self, kernels: dict[str, Kernel]) -> dict[LaunchShape, int]:
         sms = self.device_limits.sm_count
         clusters_exist = self.device_limits.compute_capability[0] >= 9
-        largest = max_cluster_size(kernels[0], abi.MAX_BLOCK_THREADS) if clusters_exist else 1
+        largest = max_cluster_size(kernels["row"], abi.MAX_BLOCK_THREADS) if clusters_exist else 1
         resident = {}
         for shape in all_shapes():
             if shape.cluster_blocks > largest:
                 continue
-            kernel = kernels[shape.long_rows]
+            kernel = kernels[shape.kernel]
             if shape.cluster_blocks == 1:
                 count = occupancy(kernel, shape.block_threads) * sms
             else:
@@ -180,12 +181,13 @@ class CudaBackend:
         self.launcher(variant, plan, programmatic).launch(ctypes.addressof(params), stream)
 
     def launcher(self, variant: Variant, plan: RowPlan, programmatic: bool) -> KernelLaunch:
-        """Return the prepared launch of a plan."""
+        """Return the prepared launch of a plan; `programmatic` counts from sm_90 on."""
+        programmatic = programmatic and self.device_limits.compute_capability[0] >= 9
         key = (variant, plan, programmatic)
         launch = self._launches.get(key)
         if launch is None:
             launch = KernelLaunch(
-                self._kernels[variant][plan.shape.long_rows],
+                self._kernels[variant][plan.shape.kernel],
                 plan.grid_blocks,
                 plan.shape.block_threads,
                 cluster=plan.shape.cluster_blocks,

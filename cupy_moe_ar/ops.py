@@ -120,9 +120,7 @@ def moe_finalize_allreduce_fusion(
         return call
 
     call = _agreed(workspace, function, describe) if workspace.checked else describe()
-    workspace.run(
-        call, stream=handle, launch_with_pdl=launch_with_pdl, launch_shape=launch_shape
-    )
+    workspace.run(call, stream=handle, launch_with_pdl=launch_with_pdl, launch_shape=launch_shape)
 
 
 def _agreed(workspace: Workspace, function: str, describe: Callable[[], Call]) -> Call:

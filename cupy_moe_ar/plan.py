@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .abi import GROUP_VECTORS, MAX_BLOCK_THREADS
+from .abi import GROUP_VECTORS, MAX_BLOCK_THREADS, MAX_GRID_BLOCKS
 
 __all__ = ["KernelLimits", "LaunchShape", "RowPlan", "all_shapes", "launch_shapes", "plan_rows"]
 
 CLUSTER_SIZES = (1, 2, 4, 8)
+KERNELS = ("row", "rows", "long")
 _WARP = 32
 
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """How the threads of a cluster share a row.
+    """How the threads of a cluster share the work.
 
     Attributes:
         cluster_blocks: CTAs that hold one row together: 1, 2, 4 or 8.
         block_threads: Threads of a CTA, a multiple of 32.
-        long_rows: Whether a thread holds several 16-byte vectors, one after the other.
+        kernel: "row": a cluster holds one row and a thread one 16-byte vector of it; "rows": one
+            row after the other; "long": also several vectors a thread.
     """
 
     cluster_blocks: int
     block_threads: int
-    long_rows: bool
+    kernel: str
 
 
 @dataclass(frozen=True)
@@ -53,20 +55,34 @@ class KernelLimits:
     resident_clusters: Mapping[LaunchShape, int]
     sm_count: int
 
+    def clusters(self, shape: LaunchShape) -> int:
+        """Return the most clusters of a launch of this shape."""
+        return min(self.resident_clusters.get(shape, 0), MAX_GRID_BLOCKS // shape.cluster_blocks)
+
 
 def launch_shapes(row_vectors: int) -> list[LaunchShape]:
     """Return every shape that can hold a row of `row_vectors` 16-byte vectors."""
     groups = -(-row_vectors // GROUP_VECTORS)
     shapes = []
     for cluster in CLUSTER_SIZES:
-        warps = -(-groups // cluster)
-        if cluster > 1 and cluster > groups:
+        if cluster > groups:
             continue
+        warps = -(-groups // cluster)
         if warps * _WARP <= MAX_BLOCK_THREADS:
-            shapes.append(LaunchShape(cluster, warps * _WARP, long_rows=False))
-        threads = min(max(_WARP, warps * _WARP // 2), MAX_BLOCK_THREADS)
-        shapes.append(LaunchShape(cluster, -(-threads // _WARP) * _WARP, long_rows=True))
+            shapes += [LaunchShape(cluster, warps * _WARP, kernel) for kernel in ("row", "rows")]
+        threads = min(-(-warps // 2) * _WARP, MAX_BLOCK_THREADS)
+        shapes.append(LaunchShape(cluster, threads, "long"))
     return shapes
+
+
+def all_shapes() -> list[LaunchShape]:
+    """Return every shape that any row may ask for."""
+    return [
+        LaunchShape(cluster, threads, kernel)
+        for cluster in CLUSTER_SIZES
+        for threads in range(_WARP, MAX_BLOCK_THREADS + 1, _WARP)
+        for kernel in KERNELS
+    ]
 
 
 def plan_rows(
@@ -75,34 +91,31 @@ def plan_rows(
     """Choose the launch for `token_num` rows; `shape` forces one of `launch_shapes`.
 
     Raises:
-        ValueError: `shape` cannot hold such a row or cannot be launched here.
+        ValueError: `shape` cannot hold so many or such rows, or cannot be launched here.
     """
-    candidates = [s for s in launch_shapes(row_vectors) if limits.resident_clusters.get(s, 0) > 0]
-    if shape is not None:
-        if shape not in candidates:
-            raise ValueError(f"launch_shape must be one of {candidates}; got {shape}")
-    else:
+    candidates = [
+        candidate
+        for candidate in launch_shapes(row_vectors)
+        if limits.clusters(candidate) >= (token_num if candidate.kernel == "row" else 1)
+    ]
+    if shape is None:
         shape = _choose(token_num, candidates, limits)
-    clusters = min(token_num, limits.resident_clusters[shape])
+    elif shape not in candidates:
+        raise ValueError(f"launch_shape must be one of {candidates}; got {shape}")
+    clusters = min(token_num, limits.clusters(shape))
     return RowPlan(shape, clusters * shape.cluster_blocks)
 
 
 def _choose(token_num: int, candidates: list[LaunchShape], limits: KernelLimits) -> LaunchShape:
     """Spread a few rows over many SMs, and give many rows small clusters."""
-    single = [s for s in candidates if not s.long_rows]
-    if not single:  # long rows without clusters: the most threads
-        return max(candidates, key=lambda s: s.cluster_blocks * s.block_threads)
-    fitting = [s for s in single if s.cluster_blocks * token_num <= limits.sm_count]
-    if fitting:
-        return max(fitting, key=lambda s: s.cluster_blocks)
-    return min(single, key=lambda s: s.cluster_blocks)
-
-
-def all_shapes() -> list[LaunchShape]:
-    """Return every shape that any row may ask for."""
-    return [
-        LaunchShape(cluster, threads, long_rows)
-        for cluster in CLUSTER_SIZES
-        for threads in range(_WARP, MAX_BLOCK_THREADS + 1, _WARP)
-        for long_rows in (False, True)
-    ]
+    for kernel in KERNELS:
+        shapes = [s for s in candidates if s.kernel == kernel]
+        if not shapes:
+            continue
+        if kernel == "long":  # rows without clusters: the most threads
+            return max(shapes, key=lambda s: s.cluster_blocks * s.block_threads)
+        fitting = [s for s in shapes if s.cluster_blocks * token_num <= limits.sm_count]
+        if fitting:
+            return max(fitting, key=lambda s: s.cluster_blocks)
+        return min(shapes, key=lambda s: s.cluster_blocks)
+    raise ValueError("no launch holds such a row on these devices")

@@ -25,6 +25,7 @@ from .group import Group, host_identity, staged
 __all__ = ["CudaSlab", "HostSlab", "Slab", "SymmetricMemory"]
 
 _log = logging.getLogger(__name__)
+_abandoned: list[Slab] = []
 
 
 class Slab(Protocol):
@@ -78,12 +79,15 @@ class HostSlab:
             ctypes.memmove(self.pointer + SLAB_HEADER_BYTES + begin, chunk, len(chunk))
 
     def export(self) -> object:
+        """Return what another process needs to map this slab."""
         return self._path
 
     def place(self) -> Any:
+        """Return what peers should know of where the slab lies."""
         return None
 
     def open(self, exported: Any, same_process: bool, pointer: int, place: Any) -> int:
+        """Map a peer's slab; return its address here."""
         if same_process:
             return pointer
         descriptor = os.open(exported, os.O_RDWR)
@@ -101,18 +105,22 @@ class HostSlab:
             os.unlink(self._path)
 
     def write_word(self, address: int, value: int) -> None:
+        """Write 64 bits at an address in the own or in a mapped slab."""
         ctypes.c_uint64.from_address(address).value = value
 
     def read_words(self, address: int, count: int) -> Sequence[int]:
+        """Read 64-bit words of the own slab."""
         return list((ctypes.c_uint64 * count).from_address(address))
 
     def close_peers(self) -> None:
+        """Unmap the peers' slabs."""
         while self._peers:
             mapping, anchor = self._peers.pop()
             del anchor
             mapping.close()
 
     def free(self) -> None:
+        """Free the own slab; no peer may have it mapped."""
         self.all_mapped()
         if self.pointer:
             self.pointer = 0
@@ -170,12 +178,15 @@ class CudaSlab:
             raise
 
     def export(self) -> object:
+        """Return what another process needs to map this slab."""
         return bytes(self._runtime.ipcGetMemHandle(self.pointer))
 
     def place(self) -> Any:
+        """Return what peers should know of where the slab lies."""
         return self.device, self._runtime.deviceGetPCIBusId(self.device)
 
     def open(self, exported: Any, same_process: bool, pointer: int, place: Any) -> int:
+        """Map a peer's slab; return its address here."""
         runtime = self._runtime
         if not same_process:
             lazy_enable_peer_access = 1
@@ -206,21 +217,25 @@ class CudaSlab:
         """Nothing to do: a handle is no name that could leak."""
 
     def write_word(self, address: int, value: int) -> None:
+        """Write 64 bits at an address in the own or in a mapped slab."""
         word = ctypes.c_uint64(value)
         host_to_device = 1
         self._runtime.memcpy(address, ctypes.addressof(word), 8, host_to_device)
 
     def read_words(self, address: int, count: int) -> Sequence[int]:
+        """Read 64-bit words of the own slab."""
         words = (ctypes.c_uint64 * count)()
         device_to_host = 2
         self._runtime.memcpy(ctypes.addressof(words), address, 8 * count, device_to_host)
         return list(words)
 
     def close_peers(self) -> None:
+        """Unmap the peers' slabs."""
         while self._opened:
             self._runtime.ipcCloseMemHandle(self._opened.pop())
 
     def free(self) -> None:
+        """Free the own slab; no peer may have it mapped."""
         if self.pointer:
             self._runtime.free(self.pointer)
             self.pointer = 0
@@ -291,13 +306,14 @@ class SymmetricMemory:
         except BaseException:
             if slab is not None:
                 slab.close_peers()
-                with contextlib.suppress(Exception):  # a peer may be gone
-                    group.barrier()
+            with contextlib.suppress(Exception):  # a peer may be gone
+                group.barrier()
+            if slab is not None:
                 slab.free()
             raise
 
     def _probe(self) -> None:
-        """See every rank's write arrive at every other; a right mapping is not yet a working one."""
+        """See every rank's write arrive at every other: a mapping alone proves nothing."""
         rank, size = self.group.Get_rank(), self.group.Get_size()
         first = self.slab.pointer + SLAB_PROBE_OFFSET
 
@@ -331,6 +347,7 @@ class SymmetricMemory:
     def abandon(self) -> None:
         """Unmap the peers' slabs without them; the own one stays, since they may still write."""
         self.slab.close_peers()
+        _abandoned.append(self.slab)
         _log.warning(
             "%d bytes stay allocated until this process ends: peers may still write there",
             getattr(self.slab, "nbytes", 0),

@@ -102,6 +102,8 @@ class Workspace:
             if self.dtype not in ACTIVATIONS:
                 raise ValueError(f"dtype must be bfloat16, float16 or float32; got {dtype!r}")
             self.comm_dtype = comm_dtype_of(self.dtype, comm_dtype)
+            if not isinstance(hidden_dim, (int, np.integer)):
+                raise ValueError(f"hidden_dim must be a positive integer; got {hidden_dim!r}")
             problem = row_problem(hidden_dim, self.dtype)
             if problem:
                 faults.append(problem)
@@ -327,8 +329,8 @@ class Workspace:
         params.flags = abi.Flag.WARM_UP
         for variant in variants:
             shapes = self._limits[variant].resident_clusters
-            for long_rows in (False, True):
-                shape = next(s for s in shapes if s.long_rows is long_rows)
+            for kernel in variant.kernels:
+                shape = next(s for s in shapes if s.kernel == kernel)
                 self._backend.run(variant, RowPlan(shape, shape.cluster_blocks), params, 0, False)
         self._backend.synchronize()
 
@@ -397,9 +399,7 @@ class Workspace:
         self.check()
         if call.token_num == 0:
             return
-        variant = Variant(
-            call.operation, "oneshot", call.dtype, call.comm_dtype, self.world_size
-        )
+        variant = Variant(call.operation, "oneshot", call.dtype, call.comm_dtype, self.world_size)
         limits = self._limits.get(variant)
         if limits is None:
             raise WorkspaceError(
@@ -414,6 +414,7 @@ class Workspace:
                 call.token_num, call.row_vectors, limits, launch_shape
             )
         call.fill(self._params)
+        self._params.cluster_log2 = plan.shape.cluster_blocks.bit_length() - 1
         if self._backend.ranks_on_device > 1:
             self._params.flags &= ~abi.Flag.TRIGGER_EARLY
         self._backend.run(variant, plan, self._params, stream, launch_with_pdl)
@@ -434,7 +435,7 @@ class Workspace:
         same: Any = None
         if call is not None:
             same = (call.operation, call.dtype, call.comm_dtype, call.token_num, call.hidden_dim,
-                    call.top_k, call.rms_eps, call.weight_bias)  # fmt: skip
+                    call.top_k, call.routed_scaling_factor, call.rms_eps, call.weight_bias)  # fmt: skip
             address = dict(call.addresses)["route_index"]
             data = self._backend.read(address, 4 * call.token_num * call.top_k)
             index = np.frombuffer(data, np.int32)

@@ -14,11 +14,10 @@ from typing import NoReturn
 
 import hypothesis
 import pytest
+from cases import RANK, Ranks
 
-# As mpirun tells it (Open MPI, MPICH and Intel MPI, PMIx), so that MPI need not be imported; None
-# outside mpirun.
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-RANK = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+# For many ranks on one GPU; read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # All ranks must draw the same examples.
 hypothesis.settings.register_profile("moe_ar", derandomize=True, database=None, deadline=None)
@@ -51,10 +50,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.mpi)
     if RANK is not None:
         left_out = [item for item in items if not item.get_closest_marker("mpi")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker("mpi")]
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """As many ranks as `cases.each_world` asks for; a test with it also runs under mpirun."""
+    return Ranks(request.param)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -1,55 +1,17 @@
-#include "emulator.h"
-
+#include <context.h>
+#include <emulator.h>
 #include <sched.h>
-#include <sys/mman.h>
 #include <time.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cfenv>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
-
-#ifdef __has_feature  // Clang's spelling
-#if __has_feature(address_sanitizer)
-#define __SANITIZE_ADDRESS__ 1
-#endif
-#if __has_feature(thread_sanitizer)
-#define __SANITIZE_THREAD__ 1
-#endif
-#endif
-
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#define ASAN(...) __VA_ARGS__
-#else
-#define ASAN(...)
-#endif
-
-#ifdef __SANITIZE_THREAD__
-#include <sanitizer/tsan_interface.h>
-#define TSAN(...) __VA_ARGS__
-#else
-#define TSAN(...)
-#endif
-
-#if !defined(__x86_64__) || defined(MOE_AR_EMULATOR_UCONTEXT)
-#include <ucontext.h>
-#define MOE_AR_ASSEMBLY 0
-#else
-#define MOE_AR_ASSEMBLY 1
-#endif
-
-// To ThreadSanitizer every fiber is a thread of its own, and a switch orders nothing: only what
-// orders threads on a GPU does (barriers, atomics, the launch itself). So it must not look at the
-// emulator's own variables, which fibers share because just one of them runs at a time.
-#define UNSEEN __attribute__((no_sanitize("thread")))
 
 namespace moe_ar::emulator {
 
@@ -58,113 +20,33 @@ constinit thread_local State state{};
 namespace {
 
 using u8 = std::uint8_t;
+using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
 constexpr u32 kWarp = 32;
-
-#if defined(__SANITIZE_THREAD__)
-constexpr u32 kMaxFibers = 2048;     // resident in a launch, unless one cluster needs more
-constexpr u32 kProcessFibers = 8000;  // libtsan dies a little later
-constexpr std::size_t kStackBytes = 256 * 1024;
-#elif defined(__SANITIZE_ADDRESS__)
-constexpr u32 kMaxFibers = 8192;
-constexpr std::size_t kStackBytes = 256 * 1024;
-#else
-constexpr u32 kMaxFibers = 8192;
-constexpr std::size_t kStackBytes = 64 * 1024;
-#endif
-// Stacks a power of two apart would share a few sets of the caches.
-constexpr std::size_t kStackStride = kStackBytes + 9 * 64;
+constexpr u16 kUnwritten = 0xffde;  // fills shared memory: a NaN in all types, and no sentinel
 constexpr u64 kCanary = 0x5ca1ab1e0ddba115;  // lowest word of each stack
-
-// ---- contexts -----------------------------------------------------------------------------------
-
-struct Context {
-#if MOE_AR_ASSEMBLY
-  void* stack_pointer = nullptr;
+// Resident in a launch, unless one cluster needs more. libtsan dies near 8128 in a process: enough
+// for four ranks.
+#ifdef __SANITIZE_THREAD__
+constexpr u32 kMaxFibers = 1792;
 #else
-  ucontext_t registers;
-#endif
-  const void* stack = nullptr;
-  std::size_t stack_bytes = 0;
-  ASAN(void* fake_stack = nullptr;)
-  TSAN(void* tsan = nullptr;)
-};
-
-#if MOE_AR_ASSEMBLY
-// Saves what a callee must keep, and goes on where `load` was saved.
-extern "C" __attribute__((visibility("hidden"))) void moe_ar_emulator_swap(void** save, void* load);
-asm(R"(
-.text
-.p2align 4
-.hidden moe_ar_emulator_swap
-.globl moe_ar_emulator_swap
-.type moe_ar_emulator_swap, @function
-moe_ar_emulator_swap:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  popq %rcx
-  jmp *%rcx
-.size moe_ar_emulator_swap, . - moe_ar_emulator_swap
-)");
+constexpr u32 kMaxFibers = 8192;
 #endif
 
-UNSEEN void make_context(Context& context, void (*entry)()) {
-#if MOE_AR_ASSEMBLY
-  // Six registers and the entry; above it, where its return address would be, zero.
-  const auto top = reinterpret_cast<std::uintptr_t>(context.stack) + context.stack_bytes;
-  void** frame = reinterpret_cast<void**>(top & ~std::uintptr_t{15}) - 8;
-  std::fill(frame, frame + 8, nullptr);
-  frame[6] = reinterpret_cast<void*>(entry);
-  context.stack_pointer = frame;
-#else
-  getcontext(&context.registers);
-  context.registers.uc_stack.ss_sp = const_cast<void*>(context.stack);
-  context.registers.uc_stack.ss_size = context.stack_bytes;
-  context.registers.uc_link = nullptr;
-  makecontext(&context.registers, entry, 0);
-#endif
-}
+// ---- the threads of a launch --------------------------------------------------------------------
 
-// `last`: nobody will come back to `from`.
-UNSEEN void switch_context(Context& from, Context& to, bool last = false) {
-  (void)last;
-  ASAN(__sanitizer_start_switch_fiber(last ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);)
-  TSAN(__tsan_switch_to_fiber(to.tsan, __tsan_switch_to_fiber_no_sync);)
-#if MOE_AR_ASSEMBLY
-  moe_ar_emulator_swap(&from.stack_pointer, to.stack_pointer);
-#else
-  swapcontext(&from.registers, &to.registers);
-#endif
-  ASAN(__sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);)
-}
-
-// ---- the threads of a launch ----------------------------------------------------------------------
-
-enum class At : u8 { kRunnable, kSpinPause, kBlockSync, kClusterWait, kShuffle, kReturned };
-constexpr const char* kAtNames[] = {"runnable",        "spinning",    "in block_sync",
-                                    "in cluster_wait", "in a shuffle", "returned"};
+enum class At : u8 { kRunnable, kSpin, kBlockSync, kClusterWait, kShuffle, kWarpSync, kReturned };
+constexpr const char* kAtNames[] = {"runnable",        "spinning",        "in block_sync",
+                                    "in cluster_wait", "in shfl_xor_f32", "in warp_sync",
+                                    "have returned"};
 
 // A meeting that each member joins once a phase. Nobody can be two phases ahead of anybody, so what
 // belongs to a phase is kept twice, by parity.
 struct Meeting {
-  u32 members, arrived, phase;
-  u8 order[2];  // their addresses stand for the order that ThreadSanitizer sees
-
-  void* tag(u32 of_phase) { return &order[of_phase % 2]; }
+  u32 arrived, phase;
+  char order[2];  // by address: what ThreadSanitizer is told of
 };
 
 struct Warp : Meeting {
@@ -192,57 +74,52 @@ struct alignas(64) Fiber : Thread {
   Context context;
 };
 
-struct Unmap {
-  std::size_t bytes;
-  void operator()(char* p) const { munmap(p, bytes); }
-};
-using Mapping = std::unique_ptr<char, Unmap>;
-
-Mapping map_memory(std::size_t bytes) {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) return Mapping(nullptr, Unmap{0});
-  return Mapping(static_cast<char*>(p), Unmap{bytes});
-}
-
 // Of an OS thread; kept from launch to launch.
 struct Runtime {
-  // Sized for the largest launch so far. A cluster that is resident has a slot; slot s has the
-  // s-th part of each array.
-  std::vector<Fiber> fiber_pool;
-  std::vector<Warp> warp_pool;
-  std::vector<Block> block_pool;
-  std::vector<Cluster> cluster_pool;
-  std::vector<Fiber*> queue_pool;
-  Mapping stacks{nullptr, Unmap{0}};
-  Mapping shared{nullptr, Unmap{0}};
+  // As large as any launch needed. A resident cluster has a slot: a part of each array.
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<Block> blocks;
+  std::vector<Cluster> clusters;
+  Mapping stacks, shared;
+
+  // Runnable fibers: a ring, its length a power of two.
+  std::vector<Fiber*> ring;
+  Fiber** queue;
+  u32 queue_mask, queue_head, queue_size;
 
   // The launch that runs.
   MoeArEmulatorConfig config;
   void (*kernel)(const void*);
   const void* params;
-  Context scheduler;
-  Cluster* finished;  // all its threads returned
+  u32 cluster_fibers;
+  Context os_thread;
+  Cluster* finished;  // its last thread has just returned
   int status;
-  char error[1024];
-
-  // Runnable fibers: a ring, its length a power of two.
-  Fiber** queue;
-  u32 queue_mask, queue_head, queue_size;
-
+  std::string error;
   u64 random;
-  u64 spins, spin_progress;  // since anything else happened
-  u64 lap_progress, lap_ns;
+  u64 spins, spin_progress;         // pauses since anything else happened
+  u64 watch_since, watch_progress;  // ns
+
+  ~Runtime() {
+    for ([[maybe_unused]] Fiber& fiber : fibers) {
+      TSAN(if (fiber.context.tsan) __tsan_destroy_fiber(fiber.context.tsan);)
+    }
+  }
 };
 
-constinit thread_local Runtime* runtime = nullptr;
 thread_local std::unique_ptr<Runtime> runtime_owner;
+constinit thread_local Runtime* runtime = nullptr;
+
+UNSEEN Fiber& self() { return *static_cast<Fiber*>(state.thread); }
 
 UNSEEN u64 now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<u64>(t.tv_sec) * 1'000'000'000 + static_cast<u64>(t.tv_nsec);
 }
+
+// ---- who runs next ------------------------------------------------------------------------------
 
 UNSEEN u64 next_random(Runtime& rt) {  // xorshift64*
   rt.random ^= rt.random >> 12;
@@ -251,271 +128,258 @@ UNSEEN u64 next_random(Runtime& rt) {  // xorshift64*
   return rt.random * 0x2545f4914f6cdd1d >> 16;
 }
 
-UNSEEN Fiber& self() { return *static_cast<Fiber*>(state.thread); }
-
-UNSEEN void make_runnable(Runtime& rt, Fiber& fiber) {
-  fiber.at = At::kRunnable;
+UNSEEN void make_runnable(Runtime& rt, Fiber& fiber, At at = At::kRunnable) {
+  fiber.at = at;
   rt.queue[(rt.queue_head + rt.queue_size++) & rt.queue_mask] = &fiber;
 }
 
 UNSEEN Fiber* pop_runnable(Runtime& rt) {
   if (rt.queue_size == 0) return nullptr;
-  Fiber** head = &rt.queue[rt.queue_head & rt.queue_mask];
+  Fiber*& head = rt.queue[rt.queue_head & rt.queue_mask];
   if (state.preemptive) {
-    const u64 pick = next_random(rt) % rt.queue_size;
-    Fiber** picked = &rt.queue[(rt.queue_head + pick) & rt.queue_mask];
-    Fiber* fiber = *picked;
-    *picked = *head;
-    *head = fiber;
+    const u32 pick = static_cast<u32>(next_random(rt) % rt.queue_size);
+    Fiber*& picked = rt.queue[(rt.queue_head + pick) & rt.queue_mask];
+    Fiber* fiber = picked;
+    picked = head;
+    head = fiber;
   }
   ++rt.queue_head;
   --rt.queue_size;
-  return *head;
+  return head;
 }
 
-// Runs others until this thread is runnable and its turn comes. Where nobody can run, the scheduler
-// takes over and finds a deadlock.
-UNSEEN void run_others(Runtime& rt, bool last = false) {
+UNSEEN void switch_to(Runtime& rt, Fiber* to, bool last = false) {
   Fiber& from = self();
-  Fiber* to = pop_runnable(rt);
   if (to == &from) return;
   state.thread = to;
-  switch_context(from.context, to ? to->context : rt.scheduler, last);
+  switch_context(from.context, to ? to->context : rt.os_thread, last);
 }
 
-UNSEEN void set_error(Runtime& rt, int status, const char* format, va_list arguments) {
-  rt.status = status;
-  vsnprintf(rt.error, sizeof rt.error, format, arguments);
+// Until another fiber makes this one runnable. Where nobody can run, run() finds a deadlock.
+UNSEEN void wait(Runtime& rt, Fiber& fiber, At where) {
+  fiber.at = where;
+  switch_to(rt, pop_runnable(rt));
 }
 
 // Ends the launch from inside a thread of it.
 [[noreturn]] UNSEEN __attribute__((format(printf, 2, 3))) void fail(int status, const char* format,
                                                                     ...) {
   Runtime& rt = *runtime;
+  char words[256];
   va_list arguments;
   va_start(arguments, format);
-  set_error(rt, status, format, arguments);
+  std::vsnprintf(words, sizeof words, format, arguments);
   va_end(arguments);
-  Fiber& from = self();
-  state.thread = nullptr;
-  switch_context(from.context, rt.scheduler);
+  rt.status = status;
+  rt.error = words;
+  switch_to(rt, nullptr);
   __builtin_unreachable();
 }
 
-UNSEEN void check_stack(const Fiber& fiber) {
-  if (*static_cast<const u64*>(fiber.context.stack) == kCanary) return;
-  std::fprintf(stderr, "moe_ar emulator: thread %u of block %u overflowed its stack of %zu bytes\n",
-               fiber.thread_index, fiber.block_index, kStackBytes);
-  std::abort();  // its neighbour's stack is gone
+// All runnable threads spin: lets other ranks have the core, but not for ever.
+UNSEEN void pass_core(Runtime& rt) {
+  sched_yield();
+  const double limit = rt.config.watchdog_seconds;
+  if (limit <= 0) return;
+  const u64 now = now_ns();
+  if (state.progress != rt.watch_progress) {
+    rt.watch_progress = state.progress;
+    rt.watch_since = now;
+  } else if (static_cast<double>(now - rt.watch_since) > limit * 1e9) {
+    fail(kMoeArEmulatorWatchdog, "no progress for %g s", limit);
+  }
 }
 
 UNSEEN void fiber_main() {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
-#ifdef __SANITIZE_ADDRESS__
-  Context& main = rt.scheduler;  // always runs before the first fiber
-  const bool first = main.stack == nullptr;
-  __sanitizer_finish_switch_fiber(nullptr, first ? &main.stack : nullptr,
-                                  first ? &main.stack_bytes : nullptr);
-#endif
+  context_started(rt.os_thread);
   fiber.block->started = true;
   rt.kernel(rt.params);
 
-  check_stack(fiber);
+  if (*static_cast<const u64*>(fiber.context.stack) != kCanary) {
+    std::fprintf(stderr, "moe_ar emulator: a thread overflowed its stack of %zu bytes\n",
+                 kStackBytes);
+    std::abort();  // its neighbour's stack is gone
+  }
   fiber.at = At::kReturned;
   ++state.progress;
   --fiber.block->live;
-  if (--fiber.cluster->live == 0) {
-    rt.finished = fiber.cluster;
-    state.thread = nullptr;
-    switch_context(fiber.context, rt.scheduler, true);
-  }
-  run_others(rt, true);
+  if (--fiber.cluster->live == 0) rt.finished = fiber.cluster;
+  switch_to(rt, rt.finished ? nullptr : pop_runnable(rt), true);
 }
 
-// Every thread spins: let other ranks have the core.
-UNSEEN void pass_core(Runtime& rt) {
-  sched_yield();
-  if (rt.config.watchdog_seconds <= 0) return;
-  const u64 now = now_ns();
-  if (state.progress != rt.lap_progress) {
-    rt.lap_progress = state.progress;
-    rt.lap_ns = now;
-  } else if (static_cast<double>(now - rt.lap_ns) > rt.config.watchdog_seconds * 1e9) {
-    fail(kMoeArEmulatorWatchdog, "no progress for %g s", rt.config.watchdog_seconds);
-  }
+// ---- meetings and shared memory -----------------------------------------------------------------
+
+UNSEEN Fiber* first_fiber(Runtime& rt, const Block& block) {
+  return rt.fibers.data() + (&block - rt.blocks.data()) * rt.config.block_threads;
 }
 
-// The last to arrive wakes those of the `count` fibers that wait, and goes on.
-UNSEEN void meet(Runtime& rt, Meeting& meeting, Fiber* fibers, u32 count, At waiting) {
+// Joins a meeting of `count` fibers; true for the last one, which has woken those that wait.
+UNSEEN bool join(Runtime& rt, Meeting& meeting, Fiber* fibers, u32 count, At where) {
+  if (++meeting.arrived != count) return false;
   meeting.arrived = 0;
   ++meeting.phase;
   ++state.progress;
   for (Fiber* f = fibers; f != fibers + count; ++f) {
-    if (f->at == waiting) make_runnable(rt, *f);
-  }
-}
-
-UNSEEN void wait(Runtime& rt, Fiber& fiber, At waiting) {
-  fiber.at = waiting;
-  run_others(rt);
-}
-
-// ---- launching --------------------------------------------------------------------------------------
-
-TSAN(std::atomic<u32> process_fibers;)
-
-UNSEEN bool start_cluster(Runtime& rt, u32 slot, u32 index) {
-  const u32 blocks = rt.config.cluster_blocks, threads = rt.config.block_threads;
-#ifdef __SANITIZE_THREAD__
-  if (process_fibers.fetch_add(blocks * threads) + blocks * threads > kProcessFibers) {
-    process_fibers.fetch_sub(blocks * threads);
-    rt.status = kMoeArEmulatorConfig;
-    std::snprintf(rt.error, sizeof rt.error, "ThreadSanitizer bears %u threads of all ranks",
-                  kProcessFibers);
-    return false;
-  }
-#endif
-  Cluster& cluster = rt.cluster_pool.data()[slot];
-  cluster = {};
-  cluster.members = cluster.live = blocks * threads;
-  for (u32 b = 0; b < blocks; ++b) {
-    Block& block = rt.block_pool.data()[slot * blocks + b];
-    block = {};
-    block.members = block.live = threads;
-    block.shared = reinterpret_cast<u8*>(rt.shared.get()) + (slot * blocks + b) * kSharedBytes;
-    ASAN(__asan_unpoison_memory_region(block.shared, kSharedBytes);)
-    std::memset(block.shared, 0xff, kSharedBytes);
-    ASAN(__asan_poison_memory_region(block.shared, kSharedBytes);)
-    for (u32 t = 0; t < threads; ++t) {
-      const std::size_t place = std::size_t{slot * blocks + b} * threads + t;
-      Fiber& fiber = rt.fiber_pool.data()[place];
-      static_cast<Thread&>(fiber) = {t, threads, index * blocks + b, rt.config.grid_blocks, blocks};
-      fiber.arrived = false;
-      fiber.warp = &rt.warp_pool.data()[place / kWarp];
-      if (t % kWarp == 0) {
-        *fiber.warp = {};
-        fiber.warp->members = kWarp;
-      }
-      fiber.block = &block;
-      fiber.cluster = &cluster;
-      make_context(fiber.context, fiber_main);
-      TSAN(fiber.context.tsan = __tsan_create_fiber(0);)
-      make_runnable(rt, fiber);
-    }
+    if (f->at == where) make_runnable(rt, *f);
   }
   return true;
 }
 
-// After its last thread returned, or where threads are left half-way.
-UNSEEN void end_cluster(Runtime& rt, u32 slot) {
-  const u32 fibers = rt.config.cluster_blocks * rt.config.block_threads;
-  for (u32 i = 0; i < fibers; ++i) {
-    Fiber& fiber = rt.fiber_pool.data()[slot * fibers + i];
-    (void)fiber;
-    ASAN(__asan_unpoison_memory_region(fiber.context.stack, kStackBytes);)
-    // What the fiber did comes before what follows the launch: a switch with order, there and back.
-    TSAN(__tsan_switch_to_fiber(fiber.context.tsan, 0);)
-    TSAN(__tsan_switch_to_fiber(rt.scheduler.tsan, 0);)
-    TSAN(__tsan_destroy_fiber(fiber.context.tsan);)
-  }
-  TSAN(process_fibers.fetch_sub(fibers);)
+UNSEEN Block* first_block(const Runtime& rt, const Fiber& fiber) {  // of the fiber's cluster
+  return fiber.block - fiber.block_index % rt.config.cluster_blocks;
 }
 
-// Grows what the launch needs; nothing is in use.
+// ---- launching ----------------------------------------------------------------------------------
+
+// Nothing is in use now.
 bool reserve(Runtime& rt, u32 clusters, u32 blocks, u32 fibers) {
-  if (rt.cluster_pool.size() < clusters) rt.cluster_pool.resize(clusters);
-  if (rt.block_pool.size() < blocks) {
+  if (rt.clusters.size() < clusters) rt.clusters.resize(clusters);
+  if (rt.blocks.size() < blocks) {
     rt.shared = map_memory(blocks * kSharedBytes);
-    rt.block_pool.resize(rt.shared ? blocks : 0);
+    rt.blocks.resize(rt.shared ? blocks : 0);
   }
-  if (rt.fiber_pool.size() < fibers) {
+  if (rt.fibers.size() < fibers) {
     rt.stacks = map_memory(fibers * kStackStride);
-    rt.fiber_pool.resize(rt.stacks ? fibers : 0);
-    rt.warp_pool.resize(fibers / kWarp);
-    rt.queue_pool.resize(std::bit_ceil(fibers));
-    for (u32 i = 0; i < rt.fiber_pool.size(); ++i) {
+    rt.fibers.resize(rt.stacks ? fibers : 0);
+    rt.warps.resize(fibers / kWarp);
+    rt.ring.resize(std::bit_ceil(fibers));
+    for (std::size_t i = 0; i < rt.fibers.size(); ++i) {
       char* stack = rt.stacks.get() + i * kStackStride;
       *reinterpret_cast<u64*>(stack) = kCanary;
-      rt.fiber_pool[i].context.stack = stack;
-      rt.fiber_pool[i].context.stack_bytes = kStackBytes;
+      rt.fibers[i].context.stack = stack;
+      rt.fibers[i].context.stack_bytes = kStackBytes;
     }
   }
   return rt.shared && rt.stacks;
 }
 
-// Appends to the error where the threads of the first blocks stand.
-UNSEEN void describe_threads(Runtime& rt, u32 blocks) {
-  std::size_t length = std::strlen(rt.error);
-  for (u32 b = 0; b < std::min(blocks, 4u); ++b) {
-    const Fiber* fibers = rt.fiber_pool.data() + b * rt.config.block_threads;
-    u32 count[std::size(kAtNames)] = {};
-    for (u32 t = 0; t < rt.config.block_threads; ++t) ++count[static_cast<u32>(fibers[t].at)];
-    const char* separator = ":";
-    const auto append = [&](const char* format, auto... values) {
-      length += static_cast<std::size_t>(
-          std::snprintf(rt.error + length, sizeof rt.error - length, format, values...));
-      length = std::min(length, sizeof rt.error - 1);
-    };
-    append("; block %u", fibers->block_index);
-    for (u32 i = 0; i < std::size(count); ++i) {
-      if (count[i] == 0) continue;
-      append("%s %u %s", separator, count[i], kAtNames[i]);
-      separator = ",";
+// For ThreadSanitizer: what the fibers of a slot or the OS thread did comes before what the others
+// do next.
+UNSEEN void order_with_os_thread([[maybe_unused]] Runtime& rt, [[maybe_unused]] u32 slot) {
+#ifdef __SANITIZE_THREAD__
+  for (u32 i = 0; i < rt.cluster_fibers; ++i) {
+    Context& context = rt.fibers.data()[slot * rt.cluster_fibers + i].context;
+    if (!context.tsan) context.tsan = __tsan_create_fiber(0);
+    __tsan_switch_to_fiber(context.tsan, 0);
+    __tsan_switch_to_fiber(rt.os_thread.tsan, 0);
+  }
+#endif
+}
+
+UNSEEN void start_cluster(Runtime& rt, u32 slot, u32 index) {
+  const u32 blocks = rt.config.cluster_blocks, threads = rt.config.block_threads;
+  Cluster& cluster = rt.clusters.data()[slot];
+  cluster = {};
+  cluster.live = rt.cluster_fibers;
+  for (u32 b = 0; b < blocks; ++b) {
+    const u32 place = slot * blocks + b;
+    Block& block = rt.blocks.data()[place];
+    block = {};
+    block.live = threads;
+    block.shared = reinterpret_cast<u8*>(rt.shared.get()) + place * kSharedBytes;
+    ASAN(__asan_unpoison_memory_region(block.shared, kSharedBytes);)
+    std::fill_n(reinterpret_cast<u16*>(block.shared), kSharedBytes / 2, kUnwritten);
+    ASAN(__asan_poison_memory_region(block.shared, kSharedBytes);)
+    for (u32 t = 0; t < threads; ++t) {
+      Fiber& fiber = first_fiber(rt, block)[t];
+      static_cast<Thread&>(fiber) = {t, threads, index * blocks + b, rt.config.grid_blocks};
+      fiber.arrived = false;
+      fiber.warp = &rt.warps.data()[(place * threads + t) / kWarp];
+      if (t % kWarp == 0) *fiber.warp = {};
+      fiber.block = &block;
+      fiber.cluster = &cluster;
+      start_context(fiber.context, fiber_main);
+      make_runnable(rt, fiber);
     }
+  }
+  order_with_os_thread(rt, slot);
+}
+
+// Its threads have returned, or are left half-way.
+UNSEEN void end_cluster(Runtime& rt, u32 slot) {
+  order_with_os_thread(rt, slot);
+  for (u32 i = 0; i < rt.cluster_fibers; ++i) {
+    [[maybe_unused]] Fiber& fiber = rt.fibers.data()[slot * rt.cluster_fibers + i];
+    ASAN(__asan_unpoison_memory_region(fiber.context.stack, kStackBytes);)
+#ifdef __SANITIZE_THREAD__
+    if (fiber.at != At::kReturned) {  // its call stack, as libtsan knows it, is of no more use
+      __tsan_destroy_fiber(fiber.context.tsan);
+      fiber.context.tsan = nullptr;
+    }
+#endif
   }
 }
 
-UNSEEN int run(Runtime& rt) {
+// Where the threads of the first blocks are.
+UNSEEN std::string whereabouts(Runtime& rt, u32 blocks) {
+  std::string words;
+  for (u32 b = 0; b < std::min(blocks, 4u); ++b) {
+    const Fiber* fibers = first_fiber(rt, rt.blocks.data()[b]);
+    u32 count[std::size(kAtNames)] = {};
+    for (u32 t = 0; t < rt.config.block_threads; ++t) ++count[static_cast<u32>(fibers[t].at)];
+    words += "; block " + std::to_string(fibers->block_index);
+    const char* separator = ": ";
+    for (u32 i = 0; i < std::size(count); ++i) {
+      if (count[i] == 0) continue;
+      words += separator + std::to_string(count[i]) + " " + kAtNames[i];
+      separator = ", ";
+    }
+  }
+  return words;
+}
+
+UNSEEN void run(Runtime& rt) {
   const MoeArEmulatorConfig& config = rt.config;
-  const u32 cluster_fibers = config.cluster_blocks * config.block_threads;
+  rt.cluster_fibers = config.cluster_blocks * config.block_threads;
   const u32 clusters = config.grid_blocks / config.cluster_blocks;
   const u32 wanted = config.resident_clusters ? config.resident_clusters : clusters;
-  const u32 slots = std::min({wanted, clusters, std::max(1u, kMaxFibers / cluster_fibers)});
-  if (!reserve(rt, slots, slots * config.cluster_blocks, slots * cluster_fibers)) {
-    std::snprintf(rt.error, sizeof rt.error, "no memory for %u threads", slots * cluster_fibers);
-    return rt.status = kMoeArEmulatorConfig;
+  const u32 slots = std::min({wanted, clusters, std::max(1u, kMaxFibers / rt.cluster_fibers)});
+  if (!reserve(rt, slots, slots * config.cluster_blocks, slots * rt.cluster_fibers)) {
+    rt.status = kMoeArEmulatorConfig;
+    rt.error = "no memory for the stacks of " + std::to_string(slots * rt.cluster_fibers);
+    return;
   }
-  rt.queue = rt.queue_pool.data();
-  rt.queue_mask = static_cast<u32>(rt.queue_pool.size()) - 1;
+  rt.queue = rt.ring.data();
+  rt.queue_mask = static_cast<u32>(rt.ring.size()) - 1;
   rt.queue_head = rt.queue_size = 0;
+  rt.os_thread = {};
+  TSAN(rt.os_thread.tsan = __tsan_get_current_fiber();)
+  rt.finished = nullptr;
   rt.random = (config.seed + 1) * 0x9e3779b97f4a7c15 | 1;
   rt.spins = 0;
-  rt.lap_progress = rt.spin_progress = state.progress;
-  rt.lap_ns = now_ns();
-  rt.finished = nullptr;
-  rt.scheduler = {};
-  TSAN(rt.scheduler.tsan = __tsan_get_current_fiber();)
+  rt.spin_progress = rt.watch_progress = state.progress;
+  rt.watch_since = now_ns();
   state.preemptive = config.seed != 0;
 
-  u32 next = 0, live = 0;
-  while (live < slots && start_cluster(rt, live, next)) ++next, ++live;
-  std::vector<bool> occupied(slots);
-  std::fill(occupied.begin(), occupied.begin() + live, true);
-  while (live != 0 && rt.status == kMoeArEmulatorOk) {
+  std::vector<bool> occupied(slots, true);
+  u32 next = 0;
+  for (; next < slots; ++next) start_cluster(rt, next, next);
+  for (u32 live = slots; live != 0 && rt.status == kMoeArEmulatorOk;) {
     state.thread = pop_runnable(rt);
     if (state.thread == nullptr) {
       rt.status = kMoeArEmulatorDeadlock;
-      std::snprintf(rt.error, sizeof rt.error, "deadlock: no thread can run");
+      rt.error = "deadlock: no thread can run";
       break;
     }
-    switch_context(rt.scheduler, self().context);
+    switch_context(rt.os_thread, self().context);
     if (rt.finished == nullptr) continue;
-    const u32 slot = static_cast<u32>(rt.finished - rt.cluster_pool.data());
+    const u32 slot = static_cast<u32>(rt.finished - rt.clusters.data());
     rt.finished = nullptr;
     end_cluster(rt, slot);
-    occupied[slot] = next < clusters && start_cluster(rt, slot, next++);
+    occupied[slot] = next < clusters;
+    if (occupied[slot]) start_cluster(rt, slot, next++);
     live -= !occupied[slot];
-  }
-  if (rt.status == kMoeArEmulatorDeadlock || rt.status == kMoeArEmulatorWatchdog) {
-    describe_threads(rt, slots * config.cluster_blocks);
   }
   for (u32 slot = 0; slot < slots; ++slot) {
     if (occupied[slot]) end_cluster(rt, slot);
   }
+  if (rt.status == kMoeArEmulatorDeadlock || rt.status == kMoeArEmulatorWatchdog) {
+    rt.error += whereabouts(rt, slots * config.cluster_blocks);
+  }
   state.thread = nullptr;
   state.preemptive = false;
-  return rt.status;
 }
 
 }  // namespace
@@ -527,7 +391,7 @@ UNSEEN u32 preempt() {
   const u64 random = next_random(rt);
   if (random % 4 == 0) {
     make_runnable(rt, self());
-    run_others(rt);
+    switch_to(rt, pop_runnable(rt));
   }
   return random / 4 % 4;
 }
@@ -535,8 +399,7 @@ UNSEEN u32 preempt() {
 UNSEEN void spin_pause() {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
-  make_runnable(rt, fiber);
-  fiber.at = At::kSpinPause;
+  make_runnable(rt, fiber, At::kSpin);
   if (state.progress != rt.spin_progress) {
     rt.spin_progress = state.progress;
     rt.spins = 0;
@@ -545,7 +408,7 @@ UNSEEN void spin_pause() {
     rt.spins = 0;
     pass_core(rt);
   }
-  run_others(rt);
+  switch_to(rt, pop_runnable(rt));
   fiber.at = At::kRunnable;
 }
 
@@ -553,29 +416,23 @@ UNSEEN void block_sync() {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
   Block& block = *fiber.block;
-  void* tag = block.tag(block.phase);
-  (void)tag;
-  TSAN(__tsan_release(tag);)
-  if (++block.arrived == block.members) {
-    meet(rt, block, &fiber - fiber.thread_index, block.members, At::kBlockSync);
-  } else {
+  [[maybe_unused]] void* order = &block.order[block.phase % 2];
+  TSAN(__tsan_release(order);)
+  if (!join(rt, block, first_fiber(rt, block), rt.config.block_threads, At::kBlockSync)) {
     wait(rt, fiber, At::kBlockSync);
   }
-  TSAN(__tsan_acquire(tag);)
+  TSAN(__tsan_acquire(order);)
 }
 
 UNSEEN void cluster_arrive() {
+  Runtime& rt = *runtime;
   Fiber& fiber = self();
   Cluster& cluster = *fiber.cluster;
   if (fiber.arrived) fail(kMoeArEmulatorMisuse, "cluster_arrive twice without a wait");
   fiber.arrived = true;
   fiber.cluster_phase = cluster.phase;
-  TSAN(__tsan_release(cluster.tag(cluster.phase));)
-  if (++cluster.arrived == cluster.members) {
-    Runtime& rt = *runtime;
-    Fiber* first = rt.fiber_pool.data() + (&cluster - rt.cluster_pool.data()) * cluster.members;
-    meet(rt, cluster, first, cluster.members, At::kClusterWait);
-  }
+  TSAN(__tsan_release(&cluster.order[cluster.phase % 2]);)
+  join(rt, cluster, first_fiber(rt, *first_block(rt, fiber)), rt.cluster_fibers, At::kClusterWait);
 }
 
 UNSEEN void cluster_wait() {
@@ -584,7 +441,25 @@ UNSEEN void cluster_wait() {
   if (!fiber.arrived) fail(kMoeArEmulatorMisuse, "cluster_wait without an arrive");
   if (cluster.phase == fiber.cluster_phase) wait(*runtime, fiber, At::kClusterWait);
   fiber.arrived = false;
-  TSAN(__tsan_acquire(cluster.tag(fiber.cluster_phase));)
+  TSAN(__tsan_acquire(&cluster.order[fiber.cluster_phase % 2]);)
+}
+
+UNSEEN void* cluster_address(void* local, u32 cta) {
+  const Fiber& fiber = self();
+  const u32 blocks = runtime->config.cluster_blocks;
+  if (cta >= blocks) fail(kMoeArEmulatorMisuse, "block %u of a cluster of %u", cta, blocks);
+  return static_cast<u8*>(local) + (first_block(*runtime, fiber)[cta].shared - fiber.block->shared);
+}
+
+UNSEEN void require_running(const void* address) {
+  const Block* first = first_block(*runtime, self());
+  const u64 cta = static_cast<u64>(static_cast<const u8*>(address) - first->shared) / kSharedBytes;
+  if (cta >= runtime->config.cluster_blocks) {
+    fail(kMoeArEmulatorMisuse, "%p is not in the cluster's shared memory", address);
+  }
+  if (first[cta].started && first[cta].live != 0) return;
+  fail(kMoeArEmulatorMisuse, "access to block %u of the cluster, which %s", static_cast<u32>(cta),
+       first[cta].started ? "has returned" : "may not have started");
 }
 
 // Orders no memory, as on a GPU.
@@ -595,38 +470,32 @@ UNSEEN float shfl_xor(float v, u32 mask) {
   const u32 lane = fiber.thread_index % kWarp;
   float* value = warp.value[warp.phase % 2];
   value[lane] = v;
-  if (++warp.arrived == warp.members) {
-    meet(rt, warp, &fiber - lane, kWarp, At::kShuffle);
-  } else {
-    wait(rt, fiber, At::kShuffle);
-  }
+  if (!join(rt, warp, &fiber - lane, kWarp, At::kShuffle)) wait(rt, fiber, At::kShuffle);
   return value[lane ^ (mask % kWarp)];
 }
 
-UNSEEN void* block_shared(std::size_t bytes, const void* type) {
-  (void)bytes;
+UNSEEN void warp_sync() {
+  Runtime& rt = *runtime;
+  Fiber& fiber = self();
+  Warp& warp = *fiber.warp;
+  [[maybe_unused]] void* order = &warp.order[warp.phase % 2];
+  TSAN(__tsan_release(order);)
+  if (!join(rt, warp, &fiber - fiber.thread_index % kWarp, kWarp, At::kWarpSync)) {
+    wait(rt, fiber, At::kWarpSync);
+  }
+  TSAN(__tsan_acquire(order);)
+}
+
+UNSEEN void* block_shared([[maybe_unused]] std::size_t bytes, const void* type) {
   Block& block = *self().block;
   if (block.shared_type == nullptr) {
     block.shared_type = type;
     ASAN(__asan_unpoison_memory_region(block.shared, bytes);)
-  } else if (block.shared_type != type) {
+  }
+  if (block.shared_type != type) {
     fail(kMoeArEmulatorMisuse, "block_shared of two types in one block");
   }
   return block.shared;
-}
-
-UNSEEN void* cluster_shared(void* local, u32 cta) {
-  Fiber& fiber = self();
-  const u32 blocks = fiber.cluster_blocks;
-  const auto offset = static_cast<std::size_t>(static_cast<u8*>(local) - fiber.block->shared);
-  if (cta >= blocks) fail(kMoeArEmulatorMisuse, "block %u of a cluster of %u", cta, blocks);
-  if (offset >= kSharedBytes) fail(kMoeArEmulatorMisuse, "%p is not in shared memory", local);
-  Block& target = fiber.block[static_cast<int>(cta) - static_cast<int>(fiber.block_index % blocks)];
-  if (!target.started || target.live == 0) {
-    fail(kMoeArEmulatorMisuse, "store to block %u of the cluster, which %s", cta,
-         target.started ? "has returned" : "may not have started");
-  }
-  return target.shared + offset;
 }
 
 UNSEEN void misaligned(const void* p, std::size_t alignment) {
@@ -635,26 +504,25 @@ UNSEEN void misaligned(const void* p, std::size_t alignment) {
 
 }  // namespace moe_ar::emulator
 
-using moe_ar::emulator::Runtime;
-
 int moe_ar_emulator_launch(void (*kernel)(const void*), const void* params,
                            const MoeArEmulatorConfig* config) {
   using namespace moe_ar::emulator;
   if (!runtime_owner) runtime_owner = std::make_unique<Runtime>();
   runtime = runtime_owner.get();
   Runtime& rt = *runtime;
-  rt.error[0] = '\0';
-  if (config->grid_blocks == 0 || config->block_threads == 0 || config->block_threads > 1024 ||
-      config->block_threads % kWarp != 0 || config->cluster_blocks == 0 ||
-      config->cluster_blocks > 16 || config->grid_blocks % config->cluster_blocks != 0) {
-    std::snprintf(rt.error, sizeof rt.error, "no launch: %u blocks of %u threads, clusters of %u",
-                  config->grid_blocks, config->block_threads, config->cluster_blocks);
-    return kMoeArEmulatorConfig;
-  }
   rt.status = kMoeArEmulatorOk;
+  rt.error.clear();
   rt.config = *config;
   rt.kernel = kernel;
   rt.params = params;
+  const u32 blocks = config->grid_blocks, threads = config->block_threads;
+  const u32 cluster = config->cluster_blocks;
+  if (threads == 0 || threads > 1024 || threads % kWarp != 0 || cluster == 0 || cluster > 16 ||
+      blocks == 0 || blocks % cluster != 0) {
+    rt.error = "cannot launch " + std::to_string(blocks) + " blocks of " + std::to_string(threads) +
+               " threads in clusters of " + std::to_string(cluster);
+    return rt.status = kMoeArEmulatorConfig;
+  }
   // Rounding to nearest, subnormals kept, whatever other libraries of the process have set.
   std::fenv_t environment;
   std::fegetenv(&environment);
@@ -665,5 +533,5 @@ int moe_ar_emulator_launch(void (*kernel)(const void*), const void* params,
 }
 
 const char* moe_ar_emulator_error() {
-  return moe_ar::emulator::runtime ? moe_ar::emulator::runtime->error : "";
+  return moe_ar::emulator::runtime ? moe_ar::emulator::runtime->error.c_str() : "";
 }

@@ -1,5 +1,6 @@
 // The CPU as the GPU: every CUDA thread is a fiber, and all fibers of a launch take turns in the OS
-// thread that launched. A launch blocks until the kernel is done. Ranks are OS threads or processes.
+// thread that launched. A launch blocks until the kernel is done. Ranks are OS threads or
+// processes.
 //
 // Nothing here knows a kernel, its parameters or a -D macro: emulator.cpp is compiled once and
 // linked to every variant.
@@ -30,8 +31,8 @@ enum MoeArEmulatorStatus {
 };
 }
 
-// Runs a kernel made by MOE_AR_DEFINE_KERNEL and returns a MoeArEmulatorStatus. After a status other
-// than 0 some threads stopped half-way, and the next launch works as ever.
+// Runs a kernel made by MOE_AR_DEFINE_KERNEL and returns a MoeArEmulatorStatus. After a status
+// other than 0 some threads stopped half-way, and the next launch works as ever.
 MOE_AR_EMULATOR_API int moe_ar_emulator_launch(void (*kernel)(const void* params),
                                                const void* params,
                                                const MoeArEmulatorConfig* config);
@@ -39,15 +40,20 @@ MOE_AR_EMULATOR_API int moe_ar_emulator_launch(void (*kernel)(const void* params
 // Why the last launch of this OS thread failed; valid until its next launch.
 MOE_AR_EMULATOR_API const char* moe_ar_emulator_error();
 
+// To ThreadSanitizer every fiber is a thread of its own, and only what orders threads on a GPU does
+// order them: barriers, atomics, the launch. So it must not look at the emulator's own variables,
+// which fibers share because just one of them runs at a time.
+#define MOE_AR_UNSEEN __attribute__((no_sanitize("thread")))
+
 // For cpu/moe_ar/ptx.cuh alone. Each shared library keeps its own emulator, hence hidden.
-namespace moe_ar {
-namespace emulator __attribute__((visibility("hidden"))) {
+#pragma GCC visibility push(hidden)
+namespace moe_ar::emulator {
 
 constexpr std::size_t kSharedBytes = 48 * 1024;  // static shared memory of a GPU's block
 
 // What a CUDA thread knows of itself.
 struct Thread {
-  std::uint32_t thread_index, block_threads, block_index, grid_blocks, cluster_blocks;
+  std::uint32_t thread_index, block_threads, block_index, grid_blocks;
 };
 
 struct State {
@@ -57,15 +63,23 @@ struct State {
 };
 extern constinit thread_local State state;
 
+MOE_AR_UNSEEN inline void note_progress() { ++state.progress; }
+
 std::uint32_t preempt();  // lets another thread run, or not; returns 0 to 3 at random
 void spin_pause();
 void block_sync();
 void cluster_arrive();
 void cluster_wait();
 float shfl_xor(float v, std::uint32_t mask);
+void warp_sync();
 void* block_shared(std::size_t bytes, const void* type);
-void* cluster_shared(void* local, std::uint32_t cta);
+
+// What this block's shared memory has at `local`, in block `cta` of the cluster.
+void* cluster_address(void* local, std::uint32_t cta);
+// Of the block to which a cluster address belongs, as every access to it must.
+void require_running(const void* cluster_address);
+
 [[noreturn]] void misaligned(const void* p, std::size_t alignment);
 
-}  // namespace emulator
-}  // namespace moe_ar
+}  // namespace moe_ar::emulator
+#pragma GCC visibility pop

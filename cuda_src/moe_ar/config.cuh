@@ -13,6 +13,7 @@ constexpr int kWorldSize = MOE_AR_WORLD_SIZE;
 
 constexpr int kMaxRanks = 16;
 constexpr int kMaxBlockThreads = 512;  // 128 registers: the rows of 8 routes are in flight
+constexpr int kMaxGridBlocks = 2048;
 constexpr int kMaxRowGroups = 128;  // groups of 32 vectors of 16 bytes: rows up to 64 KiB
 
 static_assert(kWorldSize >= 1 && kWorldSize <= kMaxRanks, "world size out of range");

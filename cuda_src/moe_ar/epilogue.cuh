@@ -6,25 +6,28 @@
 
 namespace moe_ar {
 
-__device__ __forceinline__ u8* row_vector(void* base, const Params& p, int token, int column) {
-  return static_cast<u8*>(base) +
-         (static_cast<i64>(token) * p.row_vectors + column) * static_cast<i64>(sizeof(Vec16));
+// A vector's place in every array of rows of T.
+__device__ __forceinline__ u64 row_offset(const Params& p, int token, int column) {
+  return ptx::mad_wide(static_cast<u32>(token), static_cast<u32>(p.row_vectors) * sizeof(Vec16),
+                       static_cast<u32>(column) * sizeof(Vec16));
 }
 
-__device__ __forceinline__ const u8* row_vector(const void* base, const Params& p, int token,
-                                                int column) {
-  return row_vector(const_cast<void*>(base), p, token, column);
+__device__ __forceinline__ Vec16 load_residual(const Params& p, u64 offset) {
+  if (p.residual_in == nullptr) return Vec16{};
+  return ptx::ld_once_v4(static_cast<const u8*>(p.residual_in) + offset);
+}
+
+__device__ __forceinline__ void store_vector(void* base, u64 offset, const Vec16& v) {
+  ptx::st_v4(static_cast<u8*>(base) + offset, v);
 }
 
 // Adds the residual and stores allreduce_out and residual_out. Returns the residual as rounded,
 // which is what the norm is taken of. With a wire of T the total is rounded before the add.
-__device__ __forceinline__ Vec16 store_residual(const Params& p, int token, int column,
+__device__ __forceinline__ Vec16 store_residual(const Params& p, u64 offset,
                                                 float (&total)[kElements],
                                                 const Vec16& residual_in) {
   const Vec16 rounded_total = pack<kDType>(total);
-  if (p.allreduce_out != nullptr) {
-    ptx::st_v4(row_vector(p.allreduce_out, p, token, column), rounded_total);
-  }
+  if (p.allreduce_out != nullptr) store_vector(p.allreduce_out, offset, rounded_total);
   if constexpr (kCommDType == kDType) unpack<kDType>(rounded_total, total);
   Vec16 residual = rounded_total;
   if (p.residual_in != nullptr) {
@@ -34,9 +37,7 @@ __device__ __forceinline__ Vec16 store_residual(const Params& p, int token, int 
     for (int i = 0; i < kElements; ++i) total[i] += addend[i];
     residual = pack<kDType>(total);
   }
-  if (p.residual_out != nullptr) {
-    ptx::st_v4(row_vector(p.residual_out, p, token, column), residual);
-  }
+  if (p.residual_out != nullptr) store_vector(p.residual_out, offset, residual);
   return residual;
 }
 
@@ -49,32 +50,37 @@ __device__ __forceinline__ float square_sum(const Vec16& residual) {
   return sum;
 }
 
-// weight_bias + gamma of a column.
-struct Weight {
-  float x[kElements];
+// gamma of a column, as it lies in memory: nothing waits for the load until the norm does.
+struct Gamma {
+  Vec16 v[kElements / 4];
 
   __device__ __forceinline__ void load(const Params& p, int column) {
-    if (p.flags & kGammaIsFloat32) {
-      const u8* gamma = static_cast<const u8*>(p.rms_gamma) + column * kElements * sizeof(float);
+    const bool wide = p.flags & kGammaIsFloat32;
+    const u8* from = static_cast<const u8*>(p.rms_gamma) +
+                     column * (wide ? kElements * sizeof(float) : sizeof(Vec16));
+    v[0] = ptx::ld_v4(from);
+    if (kElements > 4 && wide) v[kElements / 4 - 1] = ptx::ld_v4(from + sizeof(Vec16));
+  }
+
+  __device__ __forceinline__ void get(const Params& p, float (&x)[kElements]) const {
+    if (kElements > 4 && p.flags & kGammaIsFloat32) {
 #pragma unroll
-      for (int i = 0; i < kElements; i += 4) {
-        unpack<DType::kFloat32>(ptx::ld_v4(gamma + i * sizeof(float)), x + i);
-      }
+      for (int i = 0; i < kElements; i += 4) unpack<DType::kFloat32>(v[i / 4], x + i);
     } else {
-      unpack<kDType>(ptx::ld_v4(static_cast<const u8*>(p.rms_gamma) + column * sizeof(Vec16)), x);
+      unpack<kDType>(v[0], x);
     }
   }
 };
 
-__device__ __forceinline__ void store_norm(const Params& p, int token, int column,
-                                           const Vec16& residual, const Weight& gamma,
-                                           float row_square_sum) {
+__device__ __forceinline__ void store_norm(const Params& p, u64 offset, const Vec16& residual,
+                                           const Gamma& gamma, float row_square_sum) {
   const float rs = ptx::rsqrt_f32(ptx::fma_f32(row_square_sum, p.inverse_hidden, p.rms_eps));
-  float x[kElements];
+  float x[kElements], weight[kElements];
   unpack<kDType>(residual, x);
+  gamma.get(p, weight);
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) x[i] = (x[i] * (p.weight_bias + gamma.x[i])) * rs;
-  ptx::st_v4(row_vector(p.norm_out, p, token, column), pack<kDType>(x));
+  for (int i = 0; i < kElements; ++i) x[i] = (x[i] * (p.weight_bias + weight[i])) * rs;
+  store_vector(p.norm_out, offset, pack<kDType>(x));
 }
 
 }  // namespace moe_ar

@@ -6,107 +6,130 @@
 
 namespace moe_ar {
 
-constexpr int kRouteChunk = 8;  // routes whose rows are in flight together
-
-template <DType D>
-__device__ __forceinline__ void load_scales(const void* base, i64 first, int count, bool wide,
-                                            float (&scale)[kRouteChunk]) {
-  const u8* scales = static_cast<const u8*>(base) + first * (16 / kElementsOf<D>);
-  if (wide) {
-#pragma unroll
-    for (int k = 0; k < kRouteChunk; k += kElementsOf<D>) {
-      unpack<D>(ptx::ld_v4(scales + k * (16 / kElementsOf<D>)), scale + k);
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kRouteChunk; ++k) scale[k] = k < count ? load_scalar<D>(scales, k) : 0.0f;
-  }
-}
+constexpr int kRouteChunk = 8;  // routes that are summed as one tree
 
 struct Routes {
-  i32 index[kRouteChunk];
+  u32 index[kRouteChunk];
   float scale[kRouteChunk];
 };
 
-// Routes `first` to `first + 7` of all; past the token's last they count as absent.
-__device__ __forceinline__ Routes load_routes(const Params& p, i64 first, int count) {
-  Routes routes;
-  const i32* index = static_cast<const i32*>(p.route_index) + first;
-  const bool wide = p.flags & kVectorRoutes;
+// Eight numbers of type D; those from `count` on are `absent` and not read.
+template <DType D>
+__device__ __forceinline__ void load_eight(const u8* from, int count, bool wide, float absent,
+                                           float* x) {
+  constexpr int kBytes = 16 / kElementsOf<D>;
   if (wide) {
 #pragma unroll
-    for (int k = 0; k < kRouteChunk; k += 4) {
-      const Vec16 v = ptx::ld_v4(index + k);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) routes.index[k + i] = static_cast<i32>(v.w[i]);
+    for (int k = 0; k < kRouteChunk; k += kElementsOf<D>) {
+      unpack<D>(ptx::ld_v4(from + k * kBytes), x + k);
     }
   } else {
 #pragma unroll
-    for (int k = 0; k < kRouteChunk; ++k) {
-      routes.index[k] = k < count ? static_cast<i32>(ptx::ld_u32(index + k)) : -1;
-    }
+    for (int k = 0; k < kRouteChunk; ++k) x[k] = k < count ? load_scalar<D>(from, k) : absent;
   }
-  if (p.route_scale == nullptr) {
-#pragma unroll
-    for (float& scale : routes.scale) scale = 1.0f;
-  } else if (p.flags & kScaleIsFloat32) {
-    load_scales<DType::kFloat32>(p.route_scale, first, count, wide, routes.scale);
-  } else {
-    load_scales<kDType>(p.route_scale, first, count, wide, routes.scale);
-  }
-  return routes;
 }
 
-// partial = routed_scaling_factor * (sum over routes of scale * row) + shared_expert, in float32,
-// not yet rounded. Routes in chunks of 8 by a pairwise tree, chunks in order: the bits depend on
-// nothing else.
-__device__ __forceinline__ void finalize(const Params& p, int token, int column,
-                                         float (&partial)[kElements]) {
-  const u32 row_bytes = static_cast<u32>(p.row_vectors) * sizeof(Vec16);
-  const u32 column_bytes = static_cast<u32>(column) * sizeof(Vec16);
-  const u8* rows = static_cast<const u8*>(p.allreduce_in) + column_bytes;
-  const i64 first_route = static_cast<i64>(token) * p.top_k;
+// Gathers one vector of a token from the rows of its experts, `kInFlight` rows at a time: 8 where
+// latency counts, 4 where many threads hide it and registers are short.
+template <int kInFlight>
+class Finalize {
+ public:
+  // Reads parameters only, so that it may stand before pdl_wait: what the gather needs is then in
+  // registers when the inputs are there.
+  __device__ __forceinline__ Finalize(const Params& p, int token, int column) : p_(p) {
+    const u32 t = static_cast<u32>(token);
+    const u32 column_bytes = static_cast<u32>(column) * sizeof(Vec16);
+    const u32 scale_bytes = p.flags & kScaleIsFloat32 ? 4 : 16 / kElements;
+    row_bytes_ = ptx::settled(static_cast<u32>(p.row_vectors) * static_cast<u32>(sizeof(Vec16)));
+    num_rows_ = ptx::settled(p.num_permuted_rows);
+    top_k_ = ptx::settled(p.top_k);
+    flags_ = ptx::settled(p.flags);
+    rows_ = ptx::settled(static_cast<const u8*>(p.allreduce_in) + column_bytes);
+    const u8* shared = static_cast<const u8*>(p.shared_expert);
+    shared_ = ptx::settled(shared ? ptx::at(shared + column_bytes, t, row_bytes_) : nullptr);
+    index_ = ptx::settled(
+        ptx::at(static_cast<const u8*>(p.route_index), t, static_cast<u32>(top_k_) * 4));
+    const u8* scale = static_cast<const u8*>(p.route_scale);
+    scale_ =
+        ptx::settled(scale ? ptx::at(scale, t, static_cast<u32>(top_k_) * scale_bytes) : nullptr);
+  }
 
-  float routed[kElements] = {};
-  Vec16 shared = {};
-  for (int begin = 0; begin < p.top_k; begin += kRouteChunk) {
-    Routes routes = load_routes(p, first_route + begin, p.top_k - begin);
-    if (begin == 0 && p.shared_expert != nullptr) {
-      shared = ptx::ld_once_v4(static_cast<const u8*>(p.shared_expert) +
-                               static_cast<u64>(token) * row_bytes + column_bytes);
-    }
-    Vec16 row[kRouteChunk];
+  // partial = routed_scaling_factor * (sum over routes of scale * row) + shared_expert, in float32,
+  // not yet rounded. Routes in chunks of 8 by a pairwise tree, chunks in order: the bits depend on
+  // nothing else.
+  __device__ __forceinline__ void operator()(float (&partial)[kElements]) const {
+    float routed[kElements] = {};
+    Vec16 shared = {};
+    for (int begin = 0; begin < top_k_; begin += kRouteChunk) {
+      Routes routes = load_routes(begin);
+      if (begin == 0 && shared_ != nullptr) shared = ptx::ld_once_v4(shared_);
+      float pair[kRouteChunk / 2][kElements];
 #pragma unroll
-    for (int k = 0; k < kRouteChunk; ++k) {
-      row[k] = Vec16{};
-      const u32 index = static_cast<u32>(routes.index[k]);
-      if (index < p.num_permuted_rows) {
-        row[k] = ptx::ld_once_v4(rows + static_cast<u64>(index) * row_bytes);
-      } else {
-        routes.scale[k] = 0.0f;  // it may be NaN
+      for (int first = 0; first < kRouteChunk; first += kInFlight) {
+        Vec16 row[kInFlight];
+#pragma unroll
+        for (int k = 0; k < kInFlight; ++k) {
+          row[k] = Vec16{};
+          if (routes.index[first + k] < num_rows_) {
+            row[k] = ptx::ld_once_v4(ptx::at(rows_, routes.index[first + k], row_bytes_));
+          } else {
+            routes.scale[first + k] = 0.0f;  // it may be NaN
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kInFlight; k += 2) {
+          const float* scale = routes.scale + first + k;
+          float low[kElements], high[kElements];
+          unpack<kDType>(row[k], low);
+          unpack<kDType>(row[k + 1], high);
+#pragma unroll
+          for (int i = 0; i < kElements; ++i) {
+            pair[(first + k) / 2][i] = ptx::fma_f32(scale[1], high[i], scale[0] * low[i]);
+          }
+        }
       }
-    }
-    float pair[kRouteChunk / 2][kElements];
-#pragma unroll
-    for (int k = 0; k < kRouteChunk; k += 2) {
-      float low[kElements], high[kElements];
-      unpack<kDType>(row[k], low);
-      unpack<kDType>(row[k + 1], high);
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        pair[k / 2][i] = ptx::fma_f32(routes.scale[k + 1], high[i], routes.scale[k] * low[i]);
+        routed[i] += (pair[0][i] + pair[1][i]) + (pair[2][i] + pair[3][i]);
       }
     }
+    unpack<kDType>(shared, partial);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      routed[i] += (pair[0][i] + pair[1][i]) + (pair[2][i] + pair[3][i]);
+      partial[i] = ptx::fma_f32(p_.routed_scaling_factor, routed[i], partial[i]);
     }
   }
-  unpack<kDType>(shared, partial);
+
+ private:
+  // The token's routes from `begin` on; past its last they are out of range.
+  __device__ __forceinline__ Routes load_routes(int begin) const {
+    Routes routes;
+    const int count = top_k_ - begin;
+    const bool wide = flags_ & kVectorRoutes;
+    float index[kRouteChunk];  // int32 bits
+    load_eight<DType::kFloat32>(index_ + begin * 4, count, wide, ptx::as_f32(0xffffffffu), index);
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    partial[i] = ptx::fma_f32(p.routed_scaling_factor, routed[i], partial[i]);
+    for (int k = 0; k < kRouteChunk; ++k) routes.index[k] = ptx::as_u32(index[k]);
+    if (scale_ == nullptr) {
+#pragma unroll
+      for (float& x : routes.scale) x = 1.0f;
+    } else if (flags_ & kScaleIsFloat32) {
+      load_eight<DType::kFloat32>(scale_ + begin * 4, count, wide, 0.0f, routes.scale);
+    } else {
+      load_eight<kDType>(scale_ + begin * (16 / kElements), count, wide, 0.0f, routes.scale);
+    }
+    return routes;
   }
-}
+
+  const Params& p_;
+  u32 row_bytes_;
+  u32 num_rows_;
+  int top_k_;
+  u32 flags_;
+  const u8* rows_;    // the vector's place in row 0
+  const u8* shared_;  // the vector, or null
+  const u8* index_;   // the token's first route
+  const u8* scale_;   // its scale, or null
+};
 
 }  // namespace moe_ar

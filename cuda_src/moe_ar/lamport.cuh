@@ -8,11 +8,15 @@
 //     back by the thread that wrote it.
 //  3. Two epochs. Who consumed a word restores the sentinel in the same launch. Words pushed into a
 //     rank = words that it polls = words that it restores.
-//  4. State lives on the device and advances once a launch, by the last block that has used it.
-//  5. Slots relaxed at system scope, control words relaxed at device scope, arrival acquire-release
-//     after the block's reads. Nothing of an earlier kernel is touched before pdl_wait.
+//  4. State lives on the device and advances once a launch. Every block has its own copy of the
+//  epoch,
+//     which it advances when all its threads have used it: nobody waits, no counter is needed.
+//  5. Slots relaxed at system scope, control words relaxed at device scope; from launch to launch
+//  they
+//     are ordered by pdl_wait, before which nothing of an earlier kernel is touched.
 //  6. Idle lanes join every barrier and touch no memory.
-//  7. Push of a token precedes its poll, tokens ascend, block i waits for block i of its peers only:
+//  7. Push of a token precedes its poll, tokens ascend, block i waits for block i of its peers
+//  only:
 //     one resident cluster a rank is enough to finish.
 //  8. The launch is the same on every rank.
 //  9. Waits are bounded. Whoever gives up sets `broken`, tells the peers and pushes nothing more;
@@ -31,7 +35,7 @@ namespace moe_ar {
 
 constexpr u32 kEmptyWord = 0x80000000u;
 constexpr u32 kNanWord = 0x7fffffffu;  // NaN as bfloat16 pair, float16 pair and float32
-constexpr u32 kPollsPerCheck = 64;     // a poll takes about 0.3 us: clock and abort words every 20 us
+constexpr u32 kPollsPerCheck = 64;  // a poll takes about 0.3 us: clock and abort words every 20 us
 
 __device__ __forceinline__ bool holds_empty_word(const Vec16& v) {
   return v.w[0] == kEmptyWord || v.w[1] == kEmptyWord || v.w[2] == kEmptyWord ||
@@ -40,25 +44,26 @@ __device__ __forceinline__ bool holds_empty_word(const Vec16& v) {
 
 __device__ __forceinline__ Vec16 filled(u32 word) { return {{word, word, word, word}}; }
 
-// One thread's part in the exchange of one launch. Construct it after pdl_wait.
+// One thread's part in the exchange of one launch, for the vectors of one column.
 class Session {
  public:
-  __device__ __forceinline__ explicit Session(const Params& p) : p_(p) {
-    const u64 state = ptx::ld_relaxed_gpu_u64(&p.control->epoch);
+  // After pdl_wait.
+  __device__ __forceinline__ explicit Session(const Params& p)
+      : p_(p), row_bytes_(static_cast<u32>(p.row_vectors) * sizeof(Vec16)) {
+    epoch_ = ptx::ld_relaxed_gpu_u32(&p.control->epoch[ptx::block_index()]);
+    const u32 broken = ptx::ld_relaxed_gpu_u32(&p.control->broken);
     own_slab_ = slab(p.rank);
     if constexpr (kHoldPeers) {
 #pragma unroll
       for (int step = 1; step < kWorldSize; ++step) peers_[step - 1] = slab(peer_at(step));
     }
-    epoch_ = static_cast<u32>(state);
-    first_slot_ = kSlabHeaderBytes + epoch_ * p.epoch_bytes;
-    alive_ = (state >> 32) == 0;
+    alive_ = broken == 0;
   }
 
   // Sends a payload to every peer.
   __device__ __forceinline__ void push(int token, int column, const Payload& payload) const {
     if (!alive_) return;
-    const u64 offset = slot(p_.rank, token, column);
+    const u64 offset = slot(token, column) + p_.rank * writer_bytes();
 #pragma unroll
     for (int step = 1; step < kWorldSize; ++step) {
       u8* peer = kHoldPeers ? peers_[kHoldPeers ? step - 1 : 0] : slab(peer_at(step));
@@ -68,66 +73,71 @@ class Session {
 
   // Parks a payload in the own slot, where only this thread reads it.
   __device__ __forceinline__ void keep(int token, int column, const Payload& payload) const {
-    store(own_slab_ + slot(p_.rank, token, column), payload);
+    store(own_slot(token, column), payload);
   }
 
-  __device__ __forceinline__ void restore(int writer, int token, int column) const {
-    Payload empty;
-#pragma unroll
-    for (Vec16& v : empty.v) v = filled(kEmptyWord);
-    store(own_slab_ + slot(writer, token, column), empty);
+  __device__ __forceinline__ Payload kept(int token, int column) const {
+    return load(own_slot(token, column));
   }
 
-  // What a writer's slot holds now.
-  __device__ __forceinline__ Payload look(int writer, int token, int column) const {
-    const u8* from = own_slab_ + slot(writer, token, column);
-    Payload payload;
-#pragma unroll
-    for (int plane = 0; plane < kWireVectors; ++plane) {
-      payload.v[plane] = ptx::ld_relaxed_sys_v4(from + plane * row_bytes());
-    }
-    return payload;
+  __device__ __forceinline__ void restore_kept(int token, int column) const {
+    store(own_slot(token, column), empty());
   }
 
-  // Adds the parts of all ranks to `total` in rank order, `own` among them, polling until they are
-  // there, and restores every word that it consumed. NaN if the wait is given up.
+  // Sums the parts of all ranks in rank order, `own` among them, polling until they are there, and
+  // restores every word that it consumed. NaN if the wait is given up.
   __device__ __forceinline__ void reduce(int token, int column, const Payload& own,
                                          float (&total)[kElements]) {
-    constexpr int kMost = (kWorldSize > 8 ? 4 : 8) / kWireVectors;  // registers
-    constexpr int kInFlight = kWorldSize < kMost ? kWorldSize : kMost;
+    u8* slots = own_slab_ + slot(token, column);
+    if constexpr (kWorldSize == 2) {  // the order of two does not matter
+      Payload part[1];
+      slots += (1 - p_.rank) * writer_bytes();
+      part[0] = load(slots);
+      wait_for(slots, 1 - p_.rank, token, part);
+      store(slots, empty());
+      from_wire(own, total);
+      add(part[0], total);
+    } else {
+#pragma unroll
+      for (float& x : total) x = 0.0f;
+      constexpr int kMost = (kWorldSize > 8 ? 4 : 8) / kWireVectors;  // registers
+      constexpr int kInFlight = kWorldSize < kMost ? kWorldSize : kMost;
 #pragma unroll 1
-    for (int first = 0; first < kWorldSize; first += kInFlight) {
-      Payload part[kInFlight];
+      for (int first = 0; first < kWorldSize; first += kInFlight) {
+        Payload part[kInFlight];
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int writer = first + j;
-        part[j] = own;
-        if (writer != p_.rank && writer < kWorldSize) part[j] = look(writer, token, column);
-      }
-      wait_for(first, token, column, part);
+        for (int j = 0; j < kInFlight; ++j) {
+          const int writer = first + j;
+          part[j] = own;
+          if (writer != p_.rank && writer < kWorldSize) {
+            part[j] = load(slots + j * writer_bytes());
+          }
+        }
+        wait_for(slots, first, token, part);
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int writer = first + j;
-        if (writer >= kWorldSize) break;
-        if (writer != p_.rank) restore(writer, token, column);
-        float x[kElements];
-        from_wire(part[j], x);
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) total[i] += x[i];
+        for (int j = 0; j < kInFlight; ++j) {
+          const int writer = first + j;
+          if (writer >= kWorldSize) break;
+          if (writer != p_.rank) store(slots + j * writer_bytes(), empty());
+          add(part[j], total);
+        }
+        slots += kInFlight * writer_bytes();
       }
     }
   }
 
-  // Every thread of the block calls this once, after it has used the epoch: the last block of the
-  // grid to get here advances the state. Nobody waits for it.
-  __device__ __forceinline__ void arrive() const {
+  // Every thread of the block calls this once, after it has used the epoch. The block advances its
+  // own copy, and those of blocks that this grid does not have, each by one block.
+  __device__ __forceinline__ void advance() const {
     ptx::block_sync();
-    if (ptx::thread_index() != 0) return;
     ControlBlock* control = p_.control;
-    if (ptx::atom_add_acq_rel_gpu_u32(&control->arrived, 1) == ptx::grid_blocks() - 1) {
-      ptx::st_relaxed_gpu_u32(&control->arrived, 0);
-      ptx::st_relaxed_gpu_u64(&control->launches, ptx::ld_relaxed_gpu_u64(&control->launches) + 1);
-      ptx::st_relaxed_gpu_u32(&control->epoch, epoch_ ^ 1);
+    const u32 step = ptx::grid_blocks();
+    for (u32 b = ptx::block_index() + step * ptx::thread_index(); b < kMaxGridBlocks;
+         b += step * ptx::block_threads()) {
+      ptx::st_relaxed_gpu_u32(&control->epoch[b], epoch_ ^ 1);
+    }
+    if (ptx::block_index() == 0 && ptx::thread_index() == 0) {
+      ptx::red_add_relaxed_gpu_u64(&control->launches, 1);
     }
   }
 
@@ -144,22 +154,49 @@ class Session {
     return peer < kWorldSize ? peer : peer - kWorldSize;
   }
 
-  __device__ __forceinline__ u32 row_bytes() const {
-    return static_cast<u32>(p_.row_vectors) * sizeof(Vec16);
+  // Offset in a slab of the first writer's slot of a vector. Slots go by writer, token, plane of
+  // the payload, column, so that a warp's accesses are contiguous.
+  __device__ __forceinline__ u64 slot(int token, int column) const {
+    const u64 epoch_begin = kSlabHeaderBytes + (epoch_ != 0 ? p_.epoch_bytes : 0);
+    return ptx::mad_wide(static_cast<u32>(token), row_bytes_ * kWireVectors,
+                         epoch_begin + static_cast<u32>(column) * sizeof(Vec16));
   }
 
-  // Offset in a slab of the slot of a vector: by writer, token, plane of the payload, column. The
-  // planes of a row lie one after the other, so that a warp's accesses are contiguous.
-  __device__ __forceinline__ u64 slot(int writer, int token, int column) const {
-    const u32 row = static_cast<u32>(writer * p_.token_num + token) * kWireVectors;
-    return first_slot_ + static_cast<u64>(row) * row_bytes() +
-           static_cast<u32>(column) * sizeof(Vec16);
+  __device__ __forceinline__ u64 writer_bytes() const {
+    return static_cast<u64>(p_.token_num) * (row_bytes_ * kWireVectors);
+  }
+
+  __device__ __forceinline__ u8* own_slot(int token, int column) const {
+    return own_slab_ + slot(token, column) + p_.rank * writer_bytes();
+  }
+
+  __device__ __forceinline__ static Payload empty() {
+    Payload payload;
+#pragma unroll
+    for (Vec16& v : payload.v) v = filled(kEmptyWord);
+    return payload;
+  }
+
+  __device__ __forceinline__ static void add(const Payload& payload, float (&total)[kElements]) {
+    float x[kElements];
+    from_wire(payload, x);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) total[i] += x[i];
+  }
+
+  __device__ __forceinline__ Payload load(const u8* from) const {
+    Payload payload;
+#pragma unroll
+    for (int plane = 0; plane < kWireVectors; ++plane) {
+      payload.v[plane] = ptx::ld_relaxed_sys_v4(from + plane * row_bytes_);
+    }
+    return payload;
   }
 
   __device__ __forceinline__ void store(u8* to, const Payload& payload) const {
 #pragma unroll
     for (int plane = 0; plane < kWireVectors; ++plane) {
-      ptx::st_relaxed_sys_v4(to + plane * row_bytes(), payload.v[plane]);
+      ptx::st_relaxed_sys_v4(to + plane * row_bytes_, payload.v[plane]);
     }
   }
 
@@ -167,31 +204,35 @@ class Session {
     return &reinterpret_cast<SlabHeader*>(slab)->abort[writer];
   }
 
-  // Looks again until no part holds an empty word.
+  // Loads again until no part, of writers from `first` on, holds an empty word.
   template <int kCount>
-  __device__ __forceinline__ void wait_for(int first, int token, int column,
+  __device__ __forceinline__ void wait_for(const u8* slots, int first, int token,
                                            Payload (&part)[kCount]) {
-    u32 polls = 0;
     u64 since = 0;
-    while (true) {
-      int missing = -1;
+    while (alive_) {
+      for (u32 poll = 0; poll < kPollsPerCheck; ++poll) {
+        bool missing = false;
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        if (is_empty(part[j])) missing = first + j;
-      }
-      if (missing < 0) return;
-      ptx::spin_pause();
-      if (alive_ && ++polls % kPollsPerCheck == 0) alive_ = !must_give_up(missing, token, since);
+        for (int j = 0; j < kCount; ++j) missing = missing || is_empty(part[j]);
+        if (!missing) return;
+        ptx::spin_pause();
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        if (!is_empty(part[j])) continue;
-        if (alive_) {
-          part[j] = look(first + j, token, column);
-        } else {
-#pragma unroll
-          for (Vec16& v : part[j].v) v = filled(kNanWord);
+        for (int j = 0; j < kCount; ++j) {
+          if (is_empty(part[j])) part[j] = load(slots + j * writer_bytes());
         }
       }
+      int missing_rank = -1;
+#pragma unroll
+      for (int j = kCount - 1; j >= 0; --j) {
+        if (is_empty(part[j])) missing_rank = first + j;
+      }
+      if (missing_rank >= 0) alive_ = !must_give_up(missing_rank, token, since);
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (!is_empty(part[j])) continue;
+#pragma unroll
+      for (Vec16& v : part[j].v) v = filled(kNanWord);
     }
   }
 
@@ -204,22 +245,27 @@ class Session {
 
   __device__ __forceinline__ bool must_give_up(int writer, int token, u64& since) const {
     if (ptx::ld_relaxed_gpu_u32(&p_.control->broken) != 0) return true;
+    int blamed = -1;
 #pragma unroll 1
     for (int r = 0; r < kWorldSize; ++r) {
       const u32 blame = ptx::ld_relaxed_sys_u32(abort_word(own_slab_, r));
-      if (blame != 0) return break_off(static_cast<int>(blame) - 1, token);
+      if (blame != 0) blamed = static_cast<int>(blame) - 1;
     }
-    if (p_.timeout_ns == 0) return false;
-    const u64 now = ptx::globaltimer_ns();
-    if (since == 0) since = now;
-    return now - since >= p_.timeout_ns && break_off(writer, token);
+    if (blamed < 0 && p_.timeout_ns != 0) {
+      const u64 now = ptx::globaltimer_ns();
+      if (since == 0) since = now;
+      if (now - since >= p_.timeout_ns) blamed = writer;
+    }
+    if (blamed < 0) return false;
+    break_off(blamed, token);
+    return true;
   }
 
   // The first thread to give up records why and tells the peers.
-  __device__ __forceinline__ bool break_off(int missing_rank, int token) const {
+  __device__ __forceinline__ void break_off(int missing_rank, int token) const {
     ControlBlock* control = p_.control;
     const u32 blame = 1 + static_cast<u32>(missing_rank);
-    if (ptx::atom_cas_relaxed_gpu_u32(&control->broken, 0, blame) != 0) return true;
+    if (ptx::atom_cas_relaxed_gpu_u32(&control->broken, 0, blame) != 0) return;
 #pragma unroll 1
     for (int r = 0; r < kWorldSize; ++r) {
       if (r != p_.rank) ptx::st_relaxed_sys_u32(abort_word(slab(r), p_.rank), blame);
@@ -233,13 +279,12 @@ class Session {
     ptx::st_relaxed_sys_u32(&record->token, static_cast<u32>(token));
     ptx::st_relaxed_sys_u64(&record->launch, launch);
     ptx::st_release_sys_u32(&record->valid, 1);
-    return true;
   }
 
   const Params& p_;
+  u32 row_bytes_;
   u8* own_slab_;
   u8* peers_[kHoldPeers && kWorldSize > 1 ? kWorldSize - 1 : 1];
-  u64 first_slot_;
   u32 epoch_;
   bool alive_;
 };

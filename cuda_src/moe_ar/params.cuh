@@ -15,15 +15,16 @@ struct TimeoutRecord {
   u64 launch;
 };
 
-// Local to a rank, never exported. Reads of the first line are on every CTA's critical path; the
-// arrival counter, hit by every CTA, has a line of its own.
+// Local to a rank, never exported.
 struct ControlBlock {
-  alignas(128) u32 epoch;  // 0 or 1
-  u32 broken;              // 0, or 1 + the rank that is blamed
-  u64 launches;            // for records only
-  alignas(128) u32 arrived;
+  // Which epoch a launch uses, a copy for each block of a grid. A block reads its own copy and
+  // nobody else touches that during the launch, so the block can advance it without asking when the
+  // others have read theirs.
+  alignas(128) u32 epoch[kMaxGridBlocks];
   alignas(128) u8* slab[kMaxRanks];  // as mapped here; [rank] is the own one
   TimeoutRecord* record;
+  u32 broken;    // 0, or 1 + the rank that is blamed
+  u64 launches;  // for records only
 };
 
 // First bytes of a slab, written by peers.
@@ -42,27 +43,29 @@ enum Flag : u32 {
 
 struct Params {
   ControlBlock* control;
-  const void* allreduce_in;     // T [num_permuted_rows, hidden]
-  const void* route_index;      // int32 [token_num, top_k]
-  const void* route_scale;      // T or float32 [token_num, top_k], or null: 1
-  const void* shared_expert;    // T [token_num, hidden], or null
-  const void* residual_in;      // T [token_num, hidden], or null
-  const void* rms_gamma;        // T or float32 [hidden]; null without norm_out
-  void* allreduce_out;          // T [token_num, hidden], or null, as the other outputs
+  const void* allreduce_in;   // T [num_permuted_rows, hidden]
+  const void* route_index;    // int32 [token_num, top_k]
+  const void* route_scale;    // T or float32 [token_num, top_k], or null: 1
+  const void* shared_expert;  // T [token_num, hidden], or null
+  const void* residual_in;    // T [token_num, hidden], or null
+  const void* rms_gamma;      // T or float32 [hidden]; null without norm_out
+  void* allreduce_out;        // T [token_num, hidden], or null, as the other outputs
   void* residual_out;
   void* norm_out;
-  u64 epoch_bytes;              // from epoch 0's slots to epoch 1's
-  u64 timeout_ns;               // 0: wait for ever
-  u32 num_permuted_rows;        // at most 2^31: more cannot be indexed
+  u64 epoch_bytes;        // from epoch 0's slots to epoch 1's
+  u64 timeout_ns;         // 0: wait for ever
+  u32 num_permuted_rows;  // at most 2^31: more cannot be indexed
   i32 rank;
   i32 token_num;
-  i32 row_vectors;              // hidden / elements in 16 bytes of T
+  i32 row_vectors;  // hidden / elements in 16 bytes of T
   i32 top_k;
   float routed_scaling_factor;
   float rms_eps;
   float weight_bias;
-  float inverse_hidden;         // 1 / hidden
+  float inverse_hidden;  // 1 / hidden
   u32 flags;
+  u32 cluster_log2;  // blocks of a cluster, as a power of 2
+  u32 reserved;
 };
 
 }  // namespace moe_ar

@@ -21,9 +21,9 @@ struct alignas(16) Vec16 {
 };
 
 // Defines a kernel that takes one struct by value and runs in blocks of at most `max_threads`.
-#define MOE_AR_DEFINE_KERNEL(name, max_threads, type, params)      \
-  extern "C" __global__ void __launch_bounds__(max_threads, 1) name( \
-      const __grid_constant__ type params)
+#define MOE_AR_DEFINE_KERNEL(name, max_threads, type, params)  \
+  extern "C" __global__ void __launch_bounds__(max_threads, 1) \
+      name(const __grid_constant__ type params)
 
 namespace ptx {
 
@@ -34,15 +34,27 @@ __device__ __forceinline__ u32 block_threads() { return blockDim.x; }
 __device__ __forceinline__ u32 block_index() { return blockIdx.x; }
 __device__ __forceinline__ u32 grid_blocks() { return gridDim.x; }
 
-// CTAs of a cluster are consecutive, so rank and id follow from the block index.
-__device__ __forceinline__ u32 cluster_blocks() {
-#if __CUDA_ARCH__ >= 900
-  u32 n;
-  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
-  return n;
-#else
-  return 1;
-#endif
+// A value that the compiler takes as it is here: computed by now, and not taken apart later.
+template <class T>
+__device__ __forceinline__ T settled(T value) {
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
+  return value;
+}
+
+// base + a * b in one instruction.
+__device__ __forceinline__ u64 mad_wide(u32 a, u32 b, u64 base) {
+  u64 r;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(r) : "r"(a), "r"(b), "l"(base));
+  return r;
+}
+
+template <class T>
+__device__ __forceinline__ T* at(T* base, u32 a, u32 b) {
+  return reinterpret_cast<T*>(mad_wide(a, b, reinterpret_cast<u64>(base)));
 }
 
 // Shared memory of this block, as one struct.
@@ -97,7 +109,8 @@ __device__ __forceinline__ void st_v4(void* p, const Vec16& v) {
                : "memory");
 }
 
-// ---- slots: relaxed at system scope; each 32-bit word stands for itself --------------------------
+// ---- slots: relaxed at system scope; each 32-bit word stands for itself
+// --------------------------
 
 __device__ __forceinline__ Vec16 ld_relaxed_sys_v4(const void* p) {
   Vec16 v;
@@ -132,7 +145,8 @@ __device__ __forceinline__ void st_release_sys_u32(void* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// ---- control words: relaxed at device scope, arrival acquire-release ------------------------------
+// ---- control words: relaxed at device scope
+// ------------------------------------------------------
 
 __device__ __forceinline__ u64 ld_relaxed_gpu_u64(const void* p) {
   u64 v;
@@ -150,17 +164,8 @@ __device__ __forceinline__ void st_relaxed_gpu_u32(void* p, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-__device__ __forceinline__ void st_relaxed_gpu_u64(void* p, u64 v) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-
-__device__ __forceinline__ u32 atom_add_acq_rel_gpu_u32(void* p, u32 v) {
-  u32 old;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(p), "r"(v)
-               : "memory");
-  return old;
+__device__ __forceinline__ void red_add_relaxed_gpu_u64(void* p, u64 v) {
+  asm volatile("red.add.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
 __device__ __forceinline__ u32 atom_cas_relaxed_gpu_u32(void* p, u32 expected, u32 desired) {
@@ -176,8 +181,8 @@ __device__ __forceinline__ u32 atom_cas_relaxed_gpu_u32(void* p, u32 expected, u
 
 __device__ __forceinline__ void block_sync() { __syncthreads(); }
 
-// All threads of the cluster arrive, then wait. Orders no memory: a release here would wait for
-// every store in flight, over NVLink too.
+// All threads of the cluster arrive, then wait, in converged warps. Orders no memory: a release
+// would wait for every store in flight, over NVLink too.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -190,64 +195,82 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
+// A place in the shared memory of this block or of another one of its cluster.
+using SharedPlace = u32;
+
+__device__ __forceinline__ SharedPlace shared_place(const void* local) {
+  return static_cast<u32>(__cvta_generic_to_shared(local));
+}
+
+// The same place in block `cta` of the cluster.
+__device__ __forceinline__ SharedPlace cluster_place(SharedPlace place, u32 cta) {
+#if __CUDA_ARCH__ >= 900
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(cta));
+  return there;
+#else
+  return place;  // the planner gives these architectures clusters of one block
+#endif
+}
+
+__device__ __forceinline__ u32 ld_shared_u32(SharedPlace place) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(place) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_shared_u32(SharedPlace place, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(v) : "memory");
+}
+
 // A barrier in shared memory that completes a phase once its one arrival has come and as many bytes
-// as that announced have been stored to it.
+// as that announced have been stored to it. Clusters only.
 struct TxBarrier {
   u64 state;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return static_cast<u32>(__cvta_generic_to_shared(p));
-}
-
 // By one thread, before cluster_arrive_relaxed.
-__device__ __forceinline__ void tx_barrier_init(TxBarrier* barrier) {
+__device__ __forceinline__ void tx_barrier_init(SharedPlace barrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
 // The arrival, by one thread of the block a phase; it may come before or after the stores.
-__device__ __forceinline__ void tx_barrier_expect(TxBarrier* barrier, u32 bytes) {
+__device__ __forceinline__ void tx_barrier_expect(SharedPlace barrier, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 #endif
 }
 
 // Waits for the end of the phase of that parity; what was stored to the barrier is visible then.
-__device__ __forceinline__ void tx_barrier_wait(TxBarrier* barrier, u32 parity) {
+__device__ __forceinline__ void tx_barrier_wait(SharedPlace barrier, u32 parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n\t.reg .pred done;\n\t"
       "again:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
-      "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again;\n\t}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 #endif
 }
 
-// Stores to the same variable in the shared memory of block `cta` of this cluster, and counts
-// 4 bytes on that block's barrier.
-__device__ __forceinline__ void st_async_cluster_f32(float* local, TxBarrier* barrier, u32 cta,
-                                                     float v) {
+// Stores to a block of the cluster and counts 4 bytes on that block's barrier.
+__device__ __forceinline__ void st_async_u32(SharedPlace place, SharedPlace barrier, u32 v) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "{\n\t.reg .u32 a, b;\n\t"
-      "mapa.shared::cluster.u32 a, %0, %2;\n\t"
-      "mapa.shared::cluster.u32 b, %1, %2;\n\t"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], %3, [b];\n\t}" ::"r"(
-          shared_address(local)),
-      "r"(shared_address(barrier)), "r"(cta), "r"(__float_as_uint(v))
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(place),
+      "r"(v), "r"(barrier)
       : "memory");
-#else
-  __trap();  // the planner gives these architectures clusters of one block
 #endif
 }
+
+// Brings the lanes of a warp together. Shuffles do so too, but each of them slowly where the lanes
+// have run apart.
+__device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
 // All 32 lanes take part.
 __device__ __forceinline__ float shfl_xor_f32(float v, u32 mask) {

@@ -1,7 +1,8 @@
 // The sum of squares of a row that is spread over the threads of a cluster.
 //
 // Its shape is fixed, whatever the launch: the elements of a 16-byte vector in order, an xor tree
-// over 32 consecutive vectors (a group: one warp holds one), the group sums by one tree.
+// over 32 consecutive vectors (a group: one warp holds one), the group sums by one tree. Each warp
+// sends the sum of its group to every block of the cluster: one hop, no barrier around it.
 #pragma once
 
 #include <moe_ar/config.cuh>
@@ -13,7 +14,7 @@ namespace moe_ar {
 // free. It cannot be ahead by two, since its row ends with sums from every warp of the cluster, and
 // a warp gives its sum of a row after it has read those of the row before.
 struct RowSums {
-  float group[2][kMaxRowGroups];
+  u32 group[2][kMaxRowGroups];
   ptx::TxBarrier ready[2];
 };
 
@@ -27,12 +28,21 @@ __device__ __forceinline__ float warp_sum(float x) {
 // Every thread of every block of the cluster makes the same calls in the same order.
 class RowReduction {
  public:
-  __device__ __forceinline__ RowReduction(RowSums& sums, u32 cluster_blocks)
-      : sums_(sums), blocks_(cluster_blocks), row_(0) {
+  // Before pdl_wait. `first_group` is the warp's first.
+  __device__ __forceinline__ RowReduction(RowSums& sums, u32 cluster_blocks, int first_group)
+      : blocks_(ptx::settled(cluster_blocks)),
+        lane_(ptx::settled(ptx::thread_index() % 32)),
+        leader_(ptx::thread_index() == 0),
+        own_(ptx::settled(ptx::shared_place(&sums.group[0][lane_]))),
+        ready_(ptx::settled(ptx::shared_place(&sums.ready[0]))) {
+    const u32 block = lane_ < blocks_ ? lane_ : 0;
+    there_ =
+        ptx::settled(ptx::cluster_place(ptx::shared_place(&sums.group[0][first_group]), block));
+    ready_there_ = ptx::settled(ptx::cluster_place(ready_, block));
     if (blocks_ == 1) return;
-    if (ptx::thread_index() == 0) {
-      ptx::tx_barrier_init(&sums_.ready[0]);
-      ptx::tx_barrier_init(&sums_.ready[1]);
+    if (leader_) {
+      ptx::tx_barrier_init(ready_);
+      ptx::tx_barrier_init(ready_ + sizeof(ptx::TxBarrier));
     }
     ptx::cluster_arrive_relaxed();
   }
@@ -40,40 +50,53 @@ class RowReduction {
   // Once, before the first publish: from here on every block of the cluster runs and has its
   // barriers, so its shared memory may be written.
   __device__ __forceinline__ void begin() const {
+    ptx::warp_sync();
     if (blocks_ > 1) ptx::cluster_wait();
   }
 
-  // A warp gives the sum of squares of a whole group.
-  __device__ __forceinline__ void publish(int group, float square_sum) {
-    const float sum = warp_sum(square_sum);
-    const u32 lane = ptx::thread_index() % 32;
-    float* slot = &sums_.group[row_ & 1][group];
-    if (blocks_ == 1) {
-      if (lane == 0) *slot = sum;
-    } else if (lane < blocks_) {
-      ptx::st_async_cluster_f32(slot, &sums_.ready[row_ & 1], lane, sum);
+  // A converged warp gives the sum of squares of the group `step` after its first.
+  __device__ __forceinline__ void publish(int step, float square_sum) const {
+    const u32 sum = ptx::as_u32(warp_sum(square_sum));
+    const u32 offset = (half() * kMaxRowGroups + step) * 4;
+    if (blocks_ > 1) {
+      if (lane_ < blocks_) {
+        ptx::st_async_u32(there_ + offset, ready_there_ + half() * sizeof(ptx::TxBarrier), sum);
+      }
+    } else if (lane_ == 0) {
+      ptx::st_shared_u32(there_ + offset, sum);
     }
   }
 
-  // The row's sum, once every group of it is published.
-  __device__ __forceinline__ float collect(int groups) {
-    if (blocks_ == 1) {
-      ptx::block_sync();
-    } else {
-      ptx::TxBarrier* ready = &sums_.ready[row_ & 1];
-      if (ptx::thread_index() == 0) ptx::tx_barrier_expect(ready, groups * sizeof(float));
+  // The row's sum, once every group of it is published. Ends the row.
+  __device__ __forceinline__ float collect(u32 groups) {
+    if (blocks_ > 1) {
+      const ptx::SharedPlace ready = ready_ + half() * sizeof(ptx::TxBarrier);
+      if (leader_) ptx::tx_barrier_expect(ready, groups * 4);
       ptx::tx_barrier_wait(ready, row_ >> 1 & 1);
+    } else {
+      ptx::block_sync();
     }
     float sum = 0.0f;
-    for (int g = ptx::thread_index() % 32; g < groups; g += 32) sum += sums_.group[row_ & 1][g];
+#pragma unroll 1
+    for (u32 g = lane_, at = half() * kMaxRowGroups * 4; g < groups; g += 32, at += 128) {
+      sum += ptx::as_f32(ptx::ld_shared_u32(own_ + at));
+    }
     ++row_;
+    ptx::warp_sync();
     return warp_sum(sum);
   }
 
  private:
-  RowSums& sums_;
+  __device__ __forceinline__ u32 half() const { return row_ & 1; }
+
   u32 blocks_;
-  u32 row_;
+  u32 lane_;
+  bool leader_;
+  ptx::SharedPlace own_;    // this lane's first sum in this block
+  ptx::SharedPlace ready_;  // this block's barriers
+  ptx::SharedPlace there_;  // this warp's first sum in the block numbered as this lane
+  ptx::SharedPlace ready_there_;
+  u32 row_ = 0;
 };
 
 }  // namespace moe_ar

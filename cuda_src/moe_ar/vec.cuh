@@ -9,8 +9,8 @@ namespace moe_ar {
 template <DType D>
 inline constexpr int kElementsOf = D == DType::kFloat32 ? 4 : 8;  // in 16 bytes
 
-inline constexpr int kElements = kElementsOf<kDType>;                        // of a vector of T
-inline constexpr int kWireVectors = kElements / kElementsOf<kCommDType>;     // 1, or 2 when T grows
+inline constexpr int kElements = kElementsOf<kDType>;                     // of a vector of T
+inline constexpr int kWireVectors = kElements / kElementsOf<kCommDType>;  // 1, or 2 when T grows
 
 template <DType D>
 __device__ __forceinline__ void unpack(const Vec16& v, float* x) {

@@ -14,15 +14,18 @@ struct Words {
   u32 w[1024];
 };
 
-struct Partials {
-  float of_block[2][16];
+constexpr u32 kMaxRounds = 4;
+
+struct ClusterWords {
+  u32 of_block[kMaxRounds][16];
+  float weight;
 };
 
 }  // namespace
 
 // Turns the words of each block round, `rounds` times.
 // Planted: 1 no barrier before the reads, 2 none after them.
-MOE_AR_DEFINE_KERNEL(barrier, TestParams, p) {
+MOE_AR_DEFINE_KERNEL(barrier, 1024, TestParams, p) {
   Words& shared = block_shared<Words>();
   const u32 me = thread_index(), n = block_threads();
   u32 word = ld_u32(p.in + grid_thread());
@@ -35,65 +38,80 @@ MOE_AR_DEFINE_KERNEL(barrier, TestParams, p) {
   p.out[grid_thread()] = word;
 }
 
-// Sum over the warp of the inputs as numbers; all lanes get it.
-MOE_AR_DEFINE_KERNEL(shuffle, TestParams, p) {
+// Sum over the warp of the inputs as numbers; all lanes get it, by way of shared memory.
+// Planted: 1 takes a shuffle for something that orders memory.
+MOE_AR_DEFINE_KERNEL(shuffle, 1024, TestParams, p) {
   const float own = static_cast<float>(ld_u32(p.in + grid_thread()) % 1000);
   float sum = own;
   for (u32 round = 0; round < p.rounds; ++round) {
     sum = own;
     for (u32 mask = 16; mask != 0; mask /= 2) sum += shfl_xor_f32(sum, mask);
   }
-  p.out[grid_thread()] = static_cast<u32>(sum);
+  Words& shared = block_shared<Words>();
+  shared.w[thread_index()] = static_cast<u32>(sum);
+  if (p.planted == 1) {
+    shfl_xor_f32(sum, 1);
+  } else {
+    warp_sync();
+  }
+  p.out[grid_thread()] = shared.w[thread_index() ^ 31];
 }
 
-// Every block sends its weight times the round to all blocks of its cluster; each adds them up.
-// Planted: 1 no wait, 2 store to a block that nobody knows to have started, 3 wait without arrive,
-// 4 store to a block that has returned.
-MOE_AR_DEFINE_KERNEL(cluster, TestParams, p) {
-  Partials& shared = block_shared<Partials>();
-  const u32 blocks = cluster_blocks(), me = block_index() % blocks;
-  const float weight = static_cast<float>(ld_u32(p.in + block_index()) % 1000);
-  if (p.planted == 3) cluster_wait_acquire();
-  if (p.planted != 2) {
-    cluster_arrive_release();
-    cluster_wait_acquire();
+// In each round every block sends its weight times the round to all blocks of its cluster, and each
+// adds them up as they come. Planted: 1 does not wait for them, 2 stores to a block that nobody
+// knows to have started, 3 waits without arriving, 4 stores to a block that has returned, 5 polls
+// words that nobody emptied, 6 reads between arrival and wait, 7 a block does not arrive.
+MOE_AR_DEFINE_KERNEL(cluster, 1024, TestParams, p) {
+  ClusterWords& shared = block_shared<ClusterWords>();
+  const u32 blocks = p.cluster_blocks, cta = block_index() % blocks, me = thread_index();
+  if (me == 0) shared.weight = static_cast<float>(ld_u32(p.in + block_index()) % 1000);
+  for (u32 i = me; p.planted != 5 && i < kMaxRounds * 16; i += block_threads()) {
+    st_relaxed_cluster_u32(shared_place(&shared.of_block[i / 16][i % 16]), kEmpty);
   }
-  if (p.planted == 4 && me == 1) return;
+  float weight = 0;
+  if (p.planted == 7 && cta == 1) return;
+  if (p.planted != 3) cluster_arrive_release();
+  if (p.planted == 6) weight = shared.weight;
+  if (p.planted != 2) cluster_wait_acquire();
+  if (p.planted != 6) weight = shared.weight;
+  if (p.planted == 4 && cta == 1) return;
+  for (u32 i = 0; p.planted == 4 && i < 1000; ++i) spin_pause();
+
   float sum = 0;
   for (u32 round = 0; round < p.rounds; ++round) {
-    float* row = shared.of_block[round % 2];
-    if (thread_index() < blocks) {
-      st_cluster_f32(row + me, thread_index(), weight * static_cast<float>(round + 1));
-      if (p.planted == 4) {
-        while (ld_relaxed_sys_u32(p.flag) == 0) spin_pause();
-      }
+    const auto word_of = [&](u32 b) { return shared_place(&shared.of_block[round][b]); };
+    if (me < blocks) {
+      const float share = weight * static_cast<float>(round + 1);
+      st_relaxed_cluster_u32(cluster_place(word_of(cta), me), as_u32(share));
     }
-    cluster_arrive_release();
-    sum += 1;  // something between both halves
-    if (p.planted != 1) cluster_wait_acquire();
-    for (u32 b = 0; b < blocks; ++b) sum += row[b];
-    if (p.planted == 1) cluster_wait_acquire();
+    for (u32 b = 0; b < blocks; ++b) {
+      u32 word;
+      while ((word = ld_relaxed_cluster_u32(word_of(b))) == kEmpty && p.planted != 1) spin_pause();
+      sum += as_f32(word);
+    }
   }
-  // Nobody's memory goes before its peers stored to it for the last time.
-  cluster_arrive_release();
-  cluster_wait_acquire();
   p.out[grid_thread()] = static_cast<u32>(sum);
 }
 
 // The protocol of the library in small: each thread pushes 16 bytes to every peer, polls its own
 // slots, restores them and adds up. Planted: 1 polls see the last word alone, 2 no restoring.
-MOE_AR_DEFINE_KERNEL(exchange, TestParams, p) {
-  const u32 threads = grid_blocks() * block_threads();
+MOE_AR_DEFINE_KERNEL(exchange, 1024, TestParams, p) {
   const u32 epoch = ld_relaxed_gpu_u32(&p.control->epoch);
   block_sync();
-  if (thread_index() == 0 &&
-      atom_add_acq_rel_gpu_u32(&p.control->arrived, 1) == grid_blocks() - 1) {
-    st_relaxed_gpu_u32(&p.control->epoch, epoch ^ 1);
-    st_relaxed_gpu_u32(&p.control->arrived, 0);
+  if (thread_index() == 0) {
+    u32 arrived = ld_relaxed_gpu_u32(&p.control->arrived), seen;
+    while ((seen = atom_cas_relaxed_gpu_u32(&p.control->arrived, arrived, arrived + 1)) !=
+           arrived) {
+      arrived = seen;
+    }
+    if (arrived == grid_blocks() - 1) {
+      st_relaxed_gpu_u32(&p.control->arrived, 0);
+      st_relaxed_gpu_u32(&p.control->epoch, epoch ^ 1);
+    }
   }
   const u32 x = ld_u32(p.in + grid_thread());
   const auto slot = [&](u32 rank, u32 writer) {
-    return p.slots[rank] + 4 * (u64{epoch * p.ranks + writer} * threads + grid_thread());
+    return p.slots[rank] + 4 * ((epoch * p.ranks + writer) * kMaxTestThreads + grid_thread());
   };
   for (u32 peer = 0; peer < p.ranks; ++peer) {
     if (peer != p.rank) st_relaxed_sys_v4(slot(peer, p.rank), {{x, x + 1, x + 2, x + 3}});
@@ -115,30 +133,22 @@ MOE_AR_DEFINE_KERNEL(exchange, TestParams, p) {
   p.out[grid_thread()] = sum;
 }
 
-// Thread 0 hands 16 bytes to the last thread of the grid by a flag. Planted: 1 the flag is relaxed.
-MOE_AR_DEFINE_KERNEL(publish, TestParams, p) {
+// Thread 0 hands 16 bytes to the last one of the block. Planted: 1 by a flag that orders no memory.
+MOE_AR_DEFINE_KERNEL(publish, 1024, TestParams, p) {
   u32* data = p.slots[0];
-  if (grid_thread() == 0) {
+  const bool last = thread_index() == block_threads() - 1;
+  if (thread_index() == 0) {
     st_v4(data, {{1, 2, 3, 4}});
-    if (p.planted == 1) {
-      st_relaxed_gpu_u32(p.flag, 1);
-    } else {
-      atom_add_acq_rel_gpu_u32(p.flag, 1);
-    }
+    st_relaxed_gpu_u32(p.flag, 1);
   }
-  if (grid_thread() == grid_blocks() * block_threads() - 1) {
-    if (p.planted == 1) {
-      while (ld_relaxed_gpu_u32(p.flag) == 0) spin_pause();
-    } else {
-      while (atom_add_acq_rel_gpu_u32(p.flag, 0) == 0) spin_pause();
-    }
-    p.out[0] = ld_v4(data).w[3];
-  }
+  if (p.planted != 1) block_sync();
+  while (last && ld_relaxed_gpu_u32(p.flag) == 0) spin_pause();
+  if (last) p.out[0] = ld_v4(data).w[3];
 }
 
 // Never ends well. Planted: 1 a thread returns before the barrier, 2 half a warp does not shuffle,
 // 3 a slot stays empty, 4 an address is off, 5 overruns shared memory, 6 overruns the inputs.
-MOE_AR_DEFINE_KERNEL(stuck, TestParams, p) {
+MOE_AR_DEFINE_KERNEL(stuck, 1024, TestParams, p) {
   Words& shared = block_shared<Words>();
   if (p.planted == 1 && grid_thread() == 7) return;
   if (p.planted == 2 && thread_index() % 32 < 16) shfl_xor_f32(1, 1);
@@ -151,7 +161,7 @@ MOE_AR_DEFINE_KERNEL(stuck, TestParams, p) {
   block_sync();
 }
 
-MOE_AR_DEFINE_KERNEL(convert, ConvertParams, p) {
+MOE_AR_DEFINE_KERNEL(convert, 1024, ConvertParams, p) {
   const auto* floats = static_cast<const float*>(p.in);
   const auto* words = static_cast<const u32*>(p.in);
   for (u32 i = grid_thread(); i < p.count; i += grid_blocks() * block_threads()) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 constexpr int kMaxTestRanks = 3;
+constexpr std::uint32_t kMaxTestThreads = 256;  // of a grid that exchanges
 constexpr std::uint32_t kEmpty = 0x80000000;
 
 // Control words of a rank, advanced on the "device".
@@ -15,10 +16,11 @@ struct TestParams {
   std::uint32_t* out;       // a word a thread of the grid
   const std::uint32_t* in;  // likewise
   std::uint32_t* flag;      // [1]
-  // exchange: slots[rank] holds [2 epochs][writer][thread of the grid] of 16 bytes.
+  // exchange: slots[rank] holds [2 epochs][writer][kMaxTestThreads] of 16 bytes.
   std::uint32_t* slots[kMaxTestRanks];
   TestControl* control;
   std::uint32_t rank, ranks;
+  std::uint32_t cluster_blocks;
   std::uint32_t rounds;
   std::uint32_t planted;  // 0, or which fault of this kernel
 };

@@ -1,8 +1,8 @@
 // moe_ar/ptx.cuh for the CPU emulator: the same primitives, and the language's own words.
 //
-// Weak accesses are plain, so ThreadSanitizer sees their races; slots and control words are atomics.
-// In a preemptive launch other threads may run at every access and between the words of a slot,
-// whose order is then random too.
+// Weak accesses are plain, so ThreadSanitizer sees their races; slots and control words are
+// atomics. In a preemptive launch other threads may run at every access and between the words of a
+// slot, whose order is then random too.
 #pragma once
 
 #include <emulator.h>
@@ -20,8 +20,8 @@
 
 // Followed by the body, which sees `const type& params`. The kernel's symbol takes the address of
 // its parameters: what moe_ar_emulator_launch calls.
-#define MOE_AR_DEFINE_KERNEL(name, max_threads, type, params)                                         \
-  static void name(const type& params);                                                  \
+#define MOE_AR_DEFINE_KERNEL(name, max_threads, type, params)                          \
+  static void name(const type& params);                                                \
   MOE_AR_EMULATOR_API void name(const void* p) { name(*static_cast<const type*>(p)); } \
   static void name(const type& params)
 
@@ -47,16 +47,27 @@ inline u32 thread_index() { return emulator::state.thread->thread_index; }
 inline u32 block_threads() { return emulator::state.thread->block_threads; }
 inline u32 block_index() { return emulator::state.thread->block_index; }
 inline u32 grid_blocks() { return emulator::state.thread->grid_blocks; }
-inline u32 cluster_blocks() { return emulator::state.thread->cluster_blocks; }
 
-// Shared memory of this block, as one struct; all bits set until written.
+template <class T>
+inline T settled(T value) {
+  return value;
+}
+
+inline u64 mad_wide(u32 a, u32 b, u64 base) { return base + u64{a} * b; }
+
+template <class T>
+inline T* at(T* base, u32 a, u32 b) {
+  return base + u64{a} * b;
+}
+
+// Shared memory of this block, as one struct; NaN until written.
 template <class T>
 inline T& block_shared() {
   static_assert(sizeof(T) <= emulator::kSharedBytes && alignof(T) <= 128);
   return *static_cast<T*>(emulator::block_shared(sizeof(T), &typeid(T)));
 }
 
-// ---- building blocks of this file -----------------------------------------------------------------
+// ---- building blocks of this file ---------------------------------------------------------------
 
 // Words of memory that other code sees as other types.
 using Word16 = u16 __attribute__((may_alias));
@@ -65,7 +76,8 @@ using Word64 = u64 __attribute__((may_alias));
 typedef u32 Word128 __attribute__((vector_size(16), may_alias));
 
 inline void preempt() {
-  if (emulator::state.preemptive) [[unlikely]] emulator::preempt();
+  if (emulator::state.preemptive) [[unlikely]]
+    emulator::preempt();
 }
 
 template <class T>
@@ -91,7 +103,7 @@ inline T load_atomic(const void* p) {
 template <class T>
 inline void store_atomic(void* p, T v, int order) {
   preempt();
-  ++emulator::state.progress;
+  emulator::note_progress();
   __atomic_store_n(aligned<T>(p), v, order);
   preempt();
 }
@@ -120,11 +132,11 @@ inline u64 ld_u64(const void* p) { return load<Word64>(p); }
 
 inline void st_v4(void* p, const Vec16& v) {
   preempt();
-  ++emulator::state.progress;
+  emulator::note_progress();
   *aligned<Word128>(p) = std::bit_cast<Word128>(v);
 }
 
-// ---- slots: relaxed at system scope; each 32-bit word stands for itself --------------------------
+// ---- slots: relaxed at system scope; each 32-bit word stands for itself -------------------------
 
 inline Vec16 ld_relaxed_sys_v4(const void* p) {
   Vec16 v;
@@ -135,7 +147,7 @@ inline Vec16 ld_relaxed_sys_v4(const void* p) {
 
 inline void st_relaxed_sys_v4(void* p, const Vec16& v) {
   auto* words = reinterpret_cast<Word32*>(aligned<Word128>(p));
-  ++emulator::state.progress;
+  emulator::note_progress();
   each_word([&](u32 i) { __atomic_store_n(words + i, v.w[i], __ATOMIC_RELAXED); });
 }
 
@@ -144,24 +156,21 @@ inline void st_relaxed_sys_u32(void* p, u32 v) { store_atomic<Word32>(p, v, __AT
 inline void st_relaxed_sys_u64(void* p, u64 v) { store_atomic<Word64>(p, v, __ATOMIC_RELAXED); }
 inline void st_release_sys_u32(void* p, u32 v) { store_atomic<Word32>(p, v, __ATOMIC_RELEASE); }
 
-// ---- control words: relaxed at device scope, arrival acquire-release ------------------------------
+// ---- control words: relaxed at device scope -----------------------------------------------------
 
 inline u64 ld_relaxed_gpu_u64(const void* p) { return load_atomic<Word64>(p); }
 inline u32 ld_relaxed_gpu_u32(const void* p) { return load_atomic<Word32>(p); }
 inline void st_relaxed_gpu_u32(void* p, u32 v) { store_atomic<Word32>(p, v, __ATOMIC_RELAXED); }
-inline void st_relaxed_gpu_u64(void* p, u64 v) { store_atomic<Word64>(p, v, __ATOMIC_RELAXED); }
 
-inline u32 atom_add_acq_rel_gpu_u32(void* p, u32 v) {
+inline void red_add_relaxed_gpu_u64(void* p, u64 v) {
   preempt();
-  ++emulator::state.progress;
-  const u32 old = __atomic_fetch_add(aligned<Word32>(p), v, __ATOMIC_ACQ_REL);
-  preempt();
-  return old;
+  emulator::note_progress();
+  __atomic_fetch_add(aligned<Word64>(p), v, __ATOMIC_RELAXED);
 }
 
 inline u32 atom_cas_relaxed_gpu_u32(void* p, u32 expected, u32 desired) {
   preempt();
-  ++emulator::state.progress;
+  emulator::note_progress();
   __atomic_compare_exchange_n(aligned<Word32>(p), &expected, desired, false, __ATOMIC_RELAXED,
                               __ATOMIC_RELAXED);
   preempt();
@@ -176,6 +185,27 @@ inline void block_sync() { emulator::block_sync(); }
 inline void cluster_arrive_relaxed() { emulator::cluster_arrive(); }
 inline void cluster_wait() { emulator::cluster_wait(); }
 
+// A place in the shared memory of this block or of another one of its cluster.
+struct SharedPlace {
+  u8* address;
+
+  SharedPlace operator+(u32 bytes) const { return {address + bytes}; }
+};
+
+inline SharedPlace shared_place(void* local) { return {static_cast<u8*>(local)}; }
+
+inline SharedPlace cluster_place(SharedPlace place, u32 cta) {
+  return {static_cast<u8*>(emulator::cluster_address(place.address, cta))};
+}
+
+inline u32 ld_shared_u32(SharedPlace place) { return load<Word32>(place.address); }
+
+inline void st_shared_u32(SharedPlace place, u32 v) {
+  preempt();
+  emulator::note_progress();
+  *aligned<Word32>(place.address) = v;
+}
+
 // A barrier in shared memory that completes a phase once its one arrival has come and as many bytes
 // as that announced have been stored to it.
 struct TxBarrier {
@@ -184,39 +214,45 @@ struct TxBarrier {
   i32 bytes_missing;
 };
 
-inline void tx_barrier_init(TxBarrier* barrier) { *barrier = {0, 1, 0}; }
+inline void tx_barrier_init(SharedPlace barrier) {
+  *reinterpret_cast<TxBarrier*>(barrier.address) = {0, 1, 0};
+}
 
-// What the hardware does in one step: nothing else runs in between.
-inline void tx_barrier_count(TxBarrier* barrier, i32 arrivals, i32 bytes) {
-  ++emulator::state.progress;
+// One step on the hardware: no other thread runs in between.
+inline void tx_barrier_count(SharedPlace place, i32 arrivals, i32 bytes) {
+  auto* barrier = reinterpret_cast<TxBarrier*>(place.address);
+  emulator::note_progress();
   const i32 missing = __atomic_sub_fetch(&barrier->arrivals_missing, arrivals, __ATOMIC_ACQ_REL);
-  if (__atomic_add_fetch(&barrier->bytes_missing, bytes, __ATOMIC_ACQ_REL) != 0 || missing != 0) {
-    return;
-  }
+  const i32 bytes_missing = __atomic_add_fetch(&barrier->bytes_missing, bytes, __ATOMIC_ACQ_REL);
+  if (missing != 0 || bytes_missing != 0) return;
   __atomic_store_n(&barrier->arrivals_missing, 1, __ATOMIC_RELAXED);
-  __atomic_fetch_xor(&barrier->phase, 1, __ATOMIC_RELEASE);
+  __atomic_fetch_xor(&barrier->phase, 1, __ATOMIC_ACQ_REL);
 }
 
 // The arrival, by one thread of the block a phase; it may come before or after the stores.
-inline void tx_barrier_expect(TxBarrier* barrier, u32 bytes) {
+inline void tx_barrier_expect(SharedPlace barrier, u32 bytes) {
   preempt();
   tx_barrier_count(barrier, 1, static_cast<i32>(bytes));
 }
 
 // Waits for the end of the phase of that parity; what was stored to the barrier is visible then.
-inline void tx_barrier_wait(TxBarrier* barrier, u32 parity) {
-  while (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == parity) emulator::spin_pause();
+inline void tx_barrier_wait(SharedPlace barrier, u32 parity) {
+  const auto* phase = &reinterpret_cast<TxBarrier*>(barrier.address)->phase;
+  while (__atomic_load_n(phase, __ATOMIC_ACQUIRE) == parity) emulator::spin_pause();
 }
 
-// Stores to the same variable in the shared memory of block `cta` of this cluster, and counts
-// 4 bytes on that block's barrier.
-inline void st_async_cluster_f32(float* local, TxBarrier* barrier, u32 cta, float v) {
+// Stores to a block of the cluster and counts 4 bytes on that block's barrier.
+inline void st_async_u32(SharedPlace place, SharedPlace barrier, u32 v) {
+  emulator::require_running(place.address);
+  st_shared_u32(place, v);
   preempt();
-  *static_cast<float*>(emulator::cluster_shared(aligned<float>(local), cta)) = v;
-  tx_barrier_count(static_cast<TxBarrier*>(emulator::cluster_shared(barrier, cta)), 0, -4);
+  tx_barrier_count(barrier, 0, -4);
 }
 
-// All 32 lanes take part.
+// All 32 lanes take part; orders memory among them.
+inline void warp_sync() { emulator::warp_sync(); }
+
+// All 32 lanes take part. Orders no memory.
 inline float shfl_xor_f32(float v, u32 mask) { return emulator::shfl_xor(v, mask); }
 
 // ---- programmatic launch: a launch begins when the one before it is done ------------------------

@@ -1,0 +1,308 @@
+"""Time a launch, and judge its outputs against float64 in the same run.
+
+    mpirun -n 2 python scripts/bench.py results.json --floor --baselines
+    python scripts/bench.py results.json --in-process 2
+    python scripts/bench.py results.json --plot results.png     draws what was measured before
+
+A row is printed, and results.json written, as each case ends; what ran and where it ran is in
+results.log. On GPUs: CUDA graphs of 20 launches, 3 replays to warm up, 50 timed ones; of each
+rank's median the largest of all ranks. On the CPU: calls, a few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _checkout  # noqa: F401
+import numpy as np
+from _baselines import Floors, Kernels, NcclBaseline
+from _plot import plot
+from _ranks import Rank, choose_backend, parse, positive, start
+from _report import Log, Row, line, shape_table
+from _workload import (
+    DTYPES,
+    OPERATIONS,
+    PRESETS,
+    PROTOCOLS,
+    Case,
+    Operation,
+    Preset,
+    common_inputs,
+    expected,
+)
+
+from cupy_moe_ar import DType, LaunchShape, Workspace, reference
+from cupy_moe_ar.call import comm_dtype_of
+from cupy_moe_ar.compile import Variant
+from cupy_moe_ar.group import Group
+from cupy_moe_ar.plan import launch_shapes, plan_rows
+
+OUTPUTS = ("residual_out", "norm_out")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="presets: " + ", ".join(PRESETS),
+    )
+    add = parser.add_argument
+    add("out_json", metavar="OUT_JSON", type=Path)
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--op", choices=OPERATIONS, default="moe_finalize")
+    what.add_argument("--protocol", choices=PROTOCOLS, default="oneshot")
+    what.add_argument("--tokens", type=positive, nargs="+", default=[1, 4, 16, 64, 128])
+    what.add_argument("--hidden", type=positive, nargs="+", help="default: 6144 7168")
+    what.add_argument("--top-k", type=positive, help="default: 8")
+    what.add_argument("--preset", choices=PRESETS, nargs="+", metavar="NAME", help="named models")
+    what.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    what.add_argument("--comm-dtype", choices=DTYPES, help="what travels; default: the dtype")
+    what.add_argument("--capacity", type=positive, help="tokens; default: 2048 on GPUs")
+    more = parser.add_argument_group("what to measure besides")
+    more.add_argument("--floor", action="store_true", help="bare exchange and other limits")
+    more.add_argument("--baselines", action="store_true", help="what users would run instead")
+    more.add_argument("--host", action="store_true", help="host time of a call")
+    more.add_argument("--shapes", action="store_true", help="every launch that the planner knows")
+    how = parser.add_argument_group("how")
+    how.add_argument("--in-process", type=positive, metavar="RANKS", help="ranks as threads")
+    how.add_argument("--no-pdl", action="store_true", help="without programmatic launch")
+    how.add_argument("--early-trigger", action="store_true", help="let the next launch start early")
+    how.add_argument("--replays", type=positive, help="samples; default: 50, on the CPU 3")
+    how.add_argument("--append", action="store_true", help="keep the rows of OUT_JSON")
+    add("--plot", metavar="PNG", type=Path, help="draw OUT_JSON and run nothing")
+    return parser
+
+
+class Bench:
+    """One run on one rank."""
+
+    def __init__(
+        self, group: Group, workspace: Workspace, operation: Operation, options: argparse.Namespace
+    ) -> None:
+        """Measure what does not depend on the case; collective."""
+        self.options = options
+        self.operation = operation
+        self.workspace = workspace
+        self.rank = rank = Rank(group, workspace)
+        self.log = Log(rank, options)
+        self.np_dtype = reference.numpy_dtype(workspace.dtype)
+        self.floors: Floors | None = None
+        self.nccl: NcclBaseline | None = None
+        if not (options.floor or options.baselines):
+            return
+        if not rank.on_gpu:
+            self.log.say("no floors and no baselines: they need GPUs\n")
+            return
+        kernels = Kernels(rank, workspace.dtype)
+        if options.floor:
+            self.floors = Floors(rank, kernels)
+            store = self.floors.store_bandwidth
+            self.log.say(
+                f"empty launch {self.floors.empty_us:.2f} us, device copy (read + write) "
+                f"{self.floors.copy_bandwidth / 1e9:.0f} GB/s, peer store "
+                + (f"{store / 1e9:.0f} GB/s\n" if store else "-\n")
+            )
+        if options.baselines:
+            try:
+                self.nccl = NcclBaseline(rank, kernels, workspace.dtype)
+            except RuntimeError as reason:
+                self.log.say(f"no nccl_us: {reason}\n")
+
+    def close(self) -> None:
+        """Let go; collective."""
+        if self.nccl:
+            self.nccl.close()
+
+    def run(self, case: Case, preset: str | None) -> bool:
+        """Measure a case and add its row; return whether its outputs are sound."""
+        rank, options, operation = self.rank, self.options, self.operation
+        inputs = operation.inputs(case, rank.index)
+        common = common_inputs(case)
+        given = {name: x for name, x in (inputs | common).items() if x is not None}
+        arrays = {name: rank.put(array) for name, array in given.items()}
+        poison = np.full((case.tokens, case.model.hidden), np.nan, self.np_dtype)
+        outputs = {name: rank.put(poison) for name in OUTPUTS}
+        sample = {**arrays, **outputs, **operation.options(case)}
+
+        def call(launch_shape: LaunchShape | None = None) -> None:
+            operation.call(
+                workspace=self.workspace,
+                **sample,
+                launch_with_pdl=not options.no_pdl,
+                trigger_completion_at_end=not options.early_trigger,
+                launch_shape=launch_shape,
+                stream=rank.stream,
+            )
+
+        us = rank.time_us(call, options.replays)
+        errors, floor, equal = self._judge(case, inputs, common, outputs)
+        model = case.model
+        row: Row = {
+            "op": options.op,
+            "protocol": options.protocol,
+            "world": rank.size,
+            "hidden": model.hidden,
+            "top_k": model.top_k,
+            "tokens": case.tokens,
+            "dtype": case.dtype.value,
+            "comm_dtype": case.comm_dtype.value,
+            "quant": None,
+            "us": us,
+            "floor_us": None,
+            "ar_fusion_us": None,  # once allreduce_fusion exists
+            "nccl_us": None,
+            "empty_us": None,
+            "link_us": None,
+            "memory_us": None,
+            "residual_mean_abs_error": errors["residual_out"][0],
+            "residual_max_abs_error": errors["residual_out"][1],
+            "residual_rounding_floor": floor["residual_out"][0],
+            "norm_mean_abs_error": errors["norm_out"][0],
+            "norm_max_abs_error": errors["norm_out"][1],
+            "bits_equal": equal,
+            "backend": self.workspace.backend,
+            "preset": preset,
+            "pdl": not options.no_pdl,
+        }
+        if self.floors:
+            row["floor_us"] = self.floors.exchange_us(case.message_bytes)
+            row["empty_us"] = self.floors.empty_us
+            row["link_us"] = self.floors.link_us(case)
+            row["memory_us"] = self.floors.memory_us(case, operation.bytes_read(case), len(OUTPUTS))
+        if self.nccl:
+            theirs = {name: rank.put(poison) for name in OUTPUTS}
+            row["nccl_us"] = self.nccl.time_us(case, arrays, **theirs)
+            their_errors, _, _ = self._judge(case, inputs, common, theirs)
+            row["nccl_residual_mean_abs_error"] = their_errors["residual_out"][0]
+        if options.host:
+            row |= self._host(case, call, sample)
+        shapes = self._shapes(case, call) if options.shapes else []
+        if shapes:
+            row["shapes"] = shapes
+        row |= self.log.facts
+        row = {key: round(x, 3) if key.endswith("us") and x else x for key, x in row.items()}
+        self.log.say(line(options, row))
+        self.log.add(row)
+        if shapes:
+            self.log.say(shape_table(shapes))
+        sound = equal and bool(np.isfinite([worst for _, worst in errors.values()]).all())
+        return all(rank.group.allgather(sound))
+
+    def _judge(
+        self, case: Case, inputs: Row, common: Row, outputs: Row
+    ) -> tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]], bool]:
+        """Return errors and rounding floor against float64, and whether all ranks are equal."""
+        rank = self.rank
+        found = {name: rank.get(array, self.np_dtype) for name, array in outputs.items()}
+        equal = rank.same_bits(*found.values())
+        partials = rank.group.allgather(self.operation.partial(case, inputs))
+        told = None
+        if rank.index == 0:
+            exact = expected(case, partials, common, exact=True)
+            told = reference.errors(found, exact), reference.rounding_floor(exact, case.dtype)
+        errors, floor = rank.group.bcast(told)
+        return errors, floor, equal
+
+    def _shapes(self, case: Case, call: Callable[[LaunchShape], None]) -> list[Row]:
+        vectors = case.row_bytes // 16
+        limits = self.workspace._limits[self._variant(case)]
+        chosen = plan_rows(case.tokens, vectors, limits).shape
+        found = []
+        for shape in launch_shapes(vectors):
+            try:
+                plan = plan_rows(case.tokens, vectors, limits, shape)
+            except ValueError:  # not on this device
+                continue
+            us = self.rank.time_us(functools.partial(call, shape), self.options.replays)
+            found.append(
+                {
+                    "cluster_blocks": shape.cluster_blocks,
+                    "block_threads": shape.block_threads,
+                    "kernel": shape.kernel,
+                    "grid_blocks": plan.grid_blocks,
+                    "us": round(us, 3),
+                    "chosen": shape == chosen,
+                }
+            )
+        return found
+
+    def _variant(self, case: Case) -> Variant:
+        return Variant(
+            self.options.op, self.options.protocol, case.dtype, case.comm_dtype, self.rank.size
+        )
+
+    def _host(self, case: Case, call: Callable[[], None], sample: Row) -> Row:
+        """Time the host: the call, its checks, and the driver's launch alone."""
+        rank, workspace = self.rank, self.workspace
+        backend: Any = workspace._backend
+        home = workspace.home("bench")
+        told = {
+            "host_call_us": None,
+            "host_describe_us": rank.host_us(lambda: self.operation.describe(home, **sample)),
+            "host_launch_us": None,
+        }
+        if not rank.on_gpu:
+            return told
+        told["host_call_us"] = rank.host_us(call)
+        variant = self._variant(case)
+        plan = plan_rows(case.tokens, case.row_bytes // 16, workspace._limits[variant])
+        launcher = backend.launcher(variant, plan, not self.options.no_pdl)
+        # The arguments of the last launch are still in place.
+        bare, function = launcher._launch, launcher._function
+        config, addresses = launcher.config, launcher._arguments_address
+        told["host_launch_us"] = rank.host_us(lambda: bare(config, function, addresses, 0))
+        return told
+
+
+def models(options: argparse.Namespace) -> dict[str | None, list[Preset]]:
+    """Return the layers to run, by name of the preset; without presets one for each size."""
+    if options.preset:
+        if options.hidden or options.top_k:
+            raise ValueError("--preset has a hidden size and a top-k of its own")
+        return {name: [PRESETS[name]] for name in options.preset}
+    hiddens = options.hidden or [6144, 7168]
+    return {None: [Preset(h, options.top_k or 8, shared=True, factor=2.5) for h in hiddens]}
+
+
+def bench(group: Group, options: argparse.Namespace) -> int:
+    """Run the benchmark on one rank; return its exit status, which is the same on all."""
+    backend = choose_backend(group)
+    dtype = DType.parse(options.dtype)
+    comm_dtype = comm_dtype_of(dtype, options.comm_dtype)
+    runs = [
+        (name, Case(tokens, model, dtype, comm_dtype))
+        for name, several in models(options).items()
+        for model in several
+        for tokens in options.tokens
+    ]
+    capacity = max(options.capacity or (2048 if backend == "cuda" else 1), *options.tokens)
+    workspace = Workspace(
+        group,
+        max_token_num=capacity,
+        hidden_dim=max(case.model.hidden for _, case in runs),
+        dtype=dtype,
+        comm_dtype=comm_dtype,
+        backend=backend,
+        timeout_s=60.0,
+    )
+    with workspace:
+        run = Bench(group, workspace, OPERATIONS[options.op], options)
+        run.log.say(line(options))
+        sound = [run.run(case, name) for name, case in runs]
+        run.close()
+    if not all(sound):
+        run.log.say("FAILED: outputs are not finite, or ranks differ")
+    return 0 if all(sound) else 1
+
+
+if __name__ == "__main__":
+    given = parse(arguments())
+    if given.plot:
+        plot(json.loads(given.out_json.read_text()), given.plot)
+    else:
+        start(lambda group: bench(group, given), given.in_process)

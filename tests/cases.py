@@ -1,0 +1,513 @@
+"""Ranks, data and judgement shared by the tests of the operation and of its workspace.
+
+What touches a device is a body that every rank runs: each in a thread of this process or, under
+mpirun, each in its own. A body is a function under a decorator, which runs it at once:
+
+    @each_world(2, 3)                          # with 2 and with 3 ranks; under mpirun with its own
+    def test_something(ranks: Ranks) -> None:
+        case = random_case(ranks.size, tokens, hidden_dim)
+
+        @ranks.with_workspace(case)            # or @ranks.run
+        def body(rank: Rank, workspace: Workspace) -> None:
+            check(case, finalize(rank, workspace, case))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cupy_moe_ar import DType, UnsupportedError, Workspace, abi, moe_finalize_allreduce_fusion
+from cupy_moe_ar import reference as ref
+from cupy_moe_ar.cuda_backend import device_count
+from cupy_moe_ar.group import ThreadGroup
+from cupy_moe_ar.testing import run_ranks
+
+BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
+OUTPUTS = ("allreduce_out", "residual_out", "norm_out")
+TIMEOUT_S = 20.0  # whoever waits longer for a peer has found a bug
+GUARD_BYTES = 256
+# As mpirun tells it (Open MPI, MPICH and Intel MPI, PMIx), so that MPI need not be imported; None
+# outside mpirun.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+RANK = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+
+Array = NDArray[Any]
+_here = threading.local()
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def backend() -> str:
+    """The backend under test; the same on every rank."""
+    named = os.environ.get("MOE_AR_BACKEND", "")
+    if named in ("cpu", "cuda"):
+        return named
+    try:
+        return "cuda" if device_count() else "cpu"
+    except UnsupportedError:
+        return "cpu"
+
+
+@functools.cache
+def mpi_world() -> Any:
+    """MPI's world under mpirun, else None."""
+    if RANK is None:
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def worlds(*sizes: int, mpi_up_to: int = 16) -> list[int]:
+    """Numbers of ranks to test: `sizes`, or mpirun's if it is not less than all of them."""
+    if mpi_world() is None:
+        return list(sizes)
+    size = mpi_world().Get_size()
+    return [size] if min(sizes) <= size <= mpi_up_to else []
+
+
+def each_world(*sizes: int, mpi_up_to: int = 16) -> pytest.MarkDecorator:
+    """Run a test with several numbers of ranks."""
+    counts = worlds(*sizes, mpi_up_to=mpi_up_to)
+    return pytest.mark.parametrize("ranks", counts, indirect=True, ids="W{}".format)
+
+
+def current_rank() -> int:
+    """Rank of the calling thread, for what a test plants into the package."""
+    return _here.rank
+
+
+class Rank:
+    """One rank: its group and its device. On CUDA a new stream is current."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = int(group.Get_rank()), int(group.Get_size())
+        self.device: int | None = None
+        self.stream: Any = None
+        _here.rank = self.rank
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        if backend() == "cpu":
+            yield
+            return
+        import cupy
+
+        self.device = self.rank % cupy.cuda.runtime.getDeviceCount()
+        cupy.cuda.Device(self.device).use()
+        with cupy.cuda.Stream(non_blocking=True) as self.stream:
+            yield
+            self.stream.synchronize()
+
+    def workspace(self, case: Case | None = None, **options: Any) -> Workspace:
+        defaults = {"comm": self.group, "backend": backend(), "device": self.device}
+        sizes = case.capacity if case else {"max_token_num": 8, "hidden_dim": 64}
+        return Workspace(**{**defaults, "timeout_s": TIMEOUT_S, **sizes, **options})
+
+    def put(self, host: Array) -> Buffer:
+        return Buffer(self, host)
+
+    def wait(self) -> None:
+        """Wait for the own launches."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def meet(self) -> None:
+        """Wait for the own launches, then for the peers.
+
+        While one rank launches, none may allocate, free or copy.
+        """
+        self.wait()
+        self.group.barrier()
+
+    def same(self, thing: Any) -> None:
+        """Check that every rank has the same."""
+        told = self.group.allgather(thing)
+        assert all(other == told[0] for other in told), told
+
+    def split(self, color: int) -> Rank:
+        """This rank in the group of all ranks that name the same color."""
+        if mpi_world() is not None:
+            group = self.group.Split(color)
+        else:
+            colors = self.group.allgather(color)
+            mine = [rank for rank, other in enumerate(colors) if other == color]
+            members = self.group.allgather(ThreadGroup.create(len(mine)))[mine[0]]
+            group = members[mine.index(self.rank)]
+        other = Rank(group)
+        other.device, other.stream, _here.rank = self.device, self.stream, self.rank
+        return other
+
+
+class Ranks:
+    """The fixture `ranks`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self, body: Callable[[Rank], None]) -> None:
+        """Run a body on every rank."""
+
+        def on_rank(group: Any) -> None:
+            rank = Rank(group)
+            with rank.on_device():
+                body(rank)
+
+        if mpi_world() is None:
+            run_ranks(self.size, on_rank)
+        else:
+            on_rank(mpi_world())
+
+    def with_workspace(self, case: Case | None = None, **options: Any) -> Callable[..., None]:
+        """Run a body on every rank in a workspace that is as large as a case."""
+
+        def decorate(body: Callable[[Rank, Workspace], None]) -> None:
+            def on_rank(rank: Rank) -> None:
+                with rank.workspace(case, **options) as workspace:
+                    body(rank, workspace)
+
+            self.run(on_rank)
+
+        return decorate
+
+
+class Buffer:
+    """An array on a rank's device, between guards whose bits are NaNs."""
+
+    def __init__(self, rank: Rank, host: Array) -> None:
+        self.host = host
+        self.memory: Any = np.full(host.nbytes + 2 * GUARD_BYTES, 0xFF, np.uint8)
+        inner = np.frombuffer(host.tobytes(), np.uint8)
+        self.memory[GUARD_BYTES : GUARD_BYTES + host.nbytes] = inner
+        if rank.stream is not None:
+            import cupy
+
+            on_host, self.memory = self.memory, cupy.empty(self.memory.shape, np.uint8)
+            self.memory.set(on_host)
+            rank.wait()
+        self.array = self.at(0, host.shape)
+
+    def at(self, offset: int, shape: tuple[int, ...]) -> Any:
+        """The array that starts `offset` bytes behind the first element."""
+        begin = GUARD_BYTES + offset
+        if isinstance(self.memory, np.ndarray):
+            return np.ndarray(shape, self.host.dtype, self.memory.data, begin)
+        import cupy
+
+        return cupy.ndarray(shape, self.host.dtype, memptr=self.memory.data + begin)
+
+    def read(self) -> Array:
+        """Check the guards and copy the array to the host."""
+        raw = self.memory if isinstance(self.memory, np.ndarray) else self.memory.get()
+        before, inner, after = np.split(raw, [GUARD_BYTES, GUARD_BYTES + self.host.nbytes])
+        assert (before == 0xFF).all(), "written before the array"
+        assert (after == 0xFF).all(), "written past the array"
+        return np.frombuffer(inner.tobytes(), self.host.dtype).reshape(self.host.shape)
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def bits(x: Array) -> Array:
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def filled(value: Any, dtype: DType, *shape: int) -> Array:
+    """Array of values that are broadcast to a shape."""
+    return np.broadcast_to(np.asarray(value, np.float64), shape).astype(ref.numpy_dtype(dtype))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the ranks pass to a call, and what is right. Lists have an entry for each rank."""
+
+    dtype: DType
+    rows: list[Array]
+    index: list[Array]
+    scale: Sequence[Array | None] = ()
+    shared: Sequence[Array | None] = ()
+    residual: Array | None = None
+    gamma: Array | None = None
+    comm_dtype: DType | None = None
+    factor: float = 1.0
+    eps: float = 1e-6
+    bias: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.index[0].shape[0], self.rows[0].shape[1]
+
+    @property
+    def capacity(self) -> dict[str, Any]:
+        """Options of a workspace that is large enough."""
+        tokens, hidden_dim = self.shape
+        sizes = {"max_token_num": max(tokens, 1), "hidden_dim": hidden_dim}
+        return {**sizes, "dtype": self.dtype, "comm_dtype": self.comm_dtype}
+
+    def first(self, tokens: int) -> Case:
+        """The same with the first tokens only."""
+        cut: dict[str, Any] = {
+            name: [None if x is None else x[:tokens] for x in getattr(self, name)]
+            for name in ("index", "scale", "shared")
+        }
+        residual = None if self.residual is None else self.residual[:tokens]
+        return replace(self, **cut, residual=residual)
+
+    def arrays(self, rank: int) -> dict[str, Array]:
+        """The array arguments of a rank."""
+        arguments = {
+            "allreduce_in": self.rows[rank],
+            "expanded_idx_to_permuted_idx": self.index[rank],
+            "expert_scale_factor": self.scale[rank] if self.scale else None,
+            "shared_expert_output": self.shared[rank] if self.shared else None,
+            "residual_in": self.residual,
+            "rms_gamma": self.gamma,
+        }
+        return {name: x for name, x in arguments.items() if x is not None}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The other arguments."""
+        options = {"dtype": self.dtype, "comm_dtype": self.comm_dtype, "weight_bias": self.bias}
+        return {**options, "routed_scaling_factor": self.factor, "rms_eps": self.eps}
+
+    @functools.cached_property
+    def partials(self) -> list[Array]:
+        sides = [(x.get("expert_scale_factor"), x.get("shared_expert_output"))
+                 for x in map(self.arrays, range(len(self.rows)))]  # fmt: skip
+        return [
+            ref.moe_finalize(rows, index, *side, self.factor)
+            for rows, index, side in zip(self.rows, self.index, sides, strict=True)
+        ]
+
+    def _finish(self, partials: list[Array], residual: Array | None, **options: Any) -> ref.Result:
+        norm = {"rms_gamma": self.gamma, "rms_eps": self.eps, "weight_bias": self.bias}
+        return ref.finish(partials, dtype=self.dtype, residual_in=residual, **norm, **options)
+
+    @functools.cached_property
+    def expected(self) -> ref.Result:
+        """float64 with the contract's rounding points."""
+        return self._finish(self.partials, self.residual, comm_dtype=self.comm_dtype)
+
+    @functools.cached_property
+    def exact(self) -> ref.Result:
+        return self._finish(self.partials, self.residual, exact=True)
+
+    def norm_of(self, residual: Array) -> Array | None:
+        """The contract's norm of a residual as stored."""
+        return self._finish([residual.astype(np.float64)], None).norm_out
+
+    @functools.cached_property
+    @np.errstate(invalid="ignore")
+    def float32(self) -> ref.Result:
+        """allreduce_out and residual_out by FP32 in the contract's order: every bit counts."""
+        wire = self.comm_dtype or self.dtype
+        total = np.zeros(self.shape, np.float32)
+        for r in range(len(self.rows)):
+            partial = ref.round_to(self.float32_partial(r), wire, drop_negative_zero=True)
+            total = total + partial.astype(np.float32)
+        allreduce = ref.round_to(total, self.dtype)
+        if wire is self.dtype:
+            total = allreduce.astype(np.float32)
+        if self.residual is not None:
+            total = total + self.residual.astype(np.float32)
+        return ref.Result(allreduce, ref.round_to(total, self.dtype))
+
+    @np.errstate(invalid="ignore")
+    def float32_partial(self, r: int) -> Array:
+        """A rank's partial in FP32, before it is rounded to the wire."""
+
+        def fma(a: Any, b: Array, c: Array) -> Array:
+            return (np.asarray(a, np.float64) * b.astype(np.float64) + c).astype(np.float32)
+
+        arrays = self.arrays(r)
+        padded = np.pad(
+            self.index[r], [(0, 0), (0, -self.index[r].shape[1] % 8)], constant_values=-1
+        )
+        taken = (padded >= 0) & (padded < len(self.rows[r]))
+        weight = np.zeros(padded.shape, np.float32)
+        scale = arrays.get("expert_scale_factor", np.ones(self.index[r].shape, np.float32))
+        weight[:, : scale.shape[1]] = scale
+        weight[~taken] = 0
+
+        def route(k: int) -> tuple[Array, Array]:
+            row = np.zeros(self.shape, np.float32)
+            row[taken[:, k]] = self.rows[r][padded[taken[:, k], k]]
+            return weight[:, k, None], row
+
+        routed = np.zeros(self.shape, np.float32)
+        for begin in range(0, padded.shape[1], 8):
+            pairs = []
+            for k in range(begin, begin + 8, 2):
+                (low_weight, low), (high_weight, high) = route(k), route(k + 1)
+                pairs.append(fma(high_weight, high, low_weight * low))
+            routed = routed + ((pairs[0] + pairs[1]) + (pairs[2] + pairs[3]))
+        shared = arrays.get("shared_expert_output", np.zeros(self.shape, np.float32))
+        return fma(np.float32(self.factor), routed, shared.astype(np.float32))
+
+
+def random_case(
+    size: int,
+    tokens: int,
+    hidden_dim: int,
+    top_k: int = 8,
+    dtype: DType = BF16,
+    comm_dtype: DType | None = None,
+    *,
+    scale: DType | None = F32,
+    gamma: DType | None = None,
+    shared_on: Callable[[int], bool] = lambda rank: True,
+    residual: bool = True,
+    seed: int = 0,
+    **numbers: float,
+) -> Case:
+    """Real routing, different on every rank; a quarter of the routes is on no rank.
+
+    Rows that no route names, and the scales of absent routes, are NaN.
+    """
+
+    def normal(rng: np.random.Generator, factor: float, *shape: int) -> Array:
+        return ref.round_to(rng.standard_normal(shape, np.float32) * np.float32(factor), dtype)
+
+    lists: dict[str, list[Any]] = {"rows": [], "index": [], "scale": [], "shared": []}
+    for r in range(size):
+        rng = np.random.default_rng([seed, r])
+        row_num = tokens * top_k + tokens * top_k // 4 + 3
+        index = rng.permutation(row_num)[: tokens * top_k].reshape(tokens, top_k).astype(np.int32)
+        index[rng.random(index.shape) < 0.25] = -1
+        rows = normal(rng, 0.5, row_num, hidden_dim)
+        rows[np.setdiff1d(np.arange(row_num), index)] = np.nan
+        weights = None
+        if scale is not None:
+            logits = np.exp(rng.standard_normal(index.shape))
+            weights = ref.round_to(logits / logits.sum(axis=1, keepdims=True), scale)
+            weights[index < 0] = np.nan
+        shared = normal(rng, 0.5, tokens, hidden_dim) if shared_on(r) else None
+        for name, x in zip(lists, (rows, index, weights, shared), strict=True):
+            lists[name].append(x)
+    rng = np.random.default_rng([seed, 99])
+    weight = ref.round_to(1 + 0.1 * rng.standard_normal(hidden_dim), gamma or dtype)
+    addend = normal(rng, 4, tokens, hidden_dim) if residual else None
+    return Case(dtype, **lists, residual=addend, gamma=weight, comm_dtype=comm_dtype, **numbers)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def finalize(
+    rank: Rank,
+    workspace: Workspace,
+    case: Case,
+    outputs: Sequence[str] = OUTPUTS,
+    in_place: Mapping[str, str] | None = None,
+    **options: Any,
+) -> dict[str, Array]:
+    """Call the operation once on poisoned outputs; return them.
+
+    Checks that nothing else was written, that every slot is empty again, that the state has
+    advanced by one launch and that all ranks got the same bits.
+
+    Args:
+        in_place: For an output the input whose array it shares.
+        options: More arguments of the operation.
+    """
+    in_place = in_place or {}
+    inputs = {name: rank.put(host) for name, host in case.arrays(rank.rank).items()}
+    poison = np.full(case.shape, np.nan, ref.numpy_dtype(case.dtype))
+    bits(poison)[...] = -1 % 2 ** (8 * poison.itemsize)  # a NaN that no kernel writes
+    written = {name: inputs.get(in_place.get(name, "")) or rank.put(poison) for name in outputs}
+    launches = control(workspace).launches
+    rank.meet()
+    moe_finalize_allreduce_fusion(
+        workspace=workspace,
+        **{name: buffer.array for name, buffer in (inputs | written).items()},
+        **{**case.numbers, **options},
+    )
+    rank.meet()
+    results = {name: buffer.read() for name, buffer in written.items()}
+    for name, buffer in inputs.items():
+        unchanged = name in in_place.values() or buffer.read().tobytes() == buffer.host.tobytes()
+        assert unchanged, f"{name} was written"
+    slots = workspace._memory.slab.pointer + abi.SLAB_HEADER_BYTES
+    words = np.frombuffer(
+        read(workspace, slots, workspace.nbytes - abi.SLAB_HEADER_BYTES), np.uint32
+    )
+    assert (words == abi.SENTINEL).all(), f"word {np.argmax(words != abi.SENTINEL)} is not empty"
+    state = control(workspace)
+    assert state.launches == launches + (case.shape[0] > 0)
+    assert set(state.epoch) == {state.launches % 2}
+    assert state.broken == 0
+    rank.same(hashlib.sha256(b"".join(x.tobytes() for x in results.values())).hexdigest())
+    return results
+
+
+def see_saw(
+    rank: Rank, workspace: Workspace, case: Case, counts: Sequence[int] = (), **options: Any
+) -> dict[str, Array]:
+    """Call it with all tokens, then with changing counts; a token's bits stay the same."""
+    most = case.shape[0]
+    results = finalize(rank, workspace, case, **options)
+    for count in counts or (1, min(3, most), min(7, most), most, 1):
+        again = finalize(rank, workspace, case.first(count), **options)
+        for name, output in again.items():
+            check_bits(output, results[name][:count], f"{name} of {count} tokens")
+    return results
+
+
+def read(workspace: Workspace, address: int, nbytes: int) -> bytes:
+    return workspace._backend.read(address, nbytes)
+
+
+def control(workspace: Workspace) -> abi.ControlBlock:
+    """Copy of the state that a rank's launches share."""
+    size = ctypes.sizeof(abi.ControlBlock)
+    return abi.ControlBlock.from_buffer_copy(read(workspace, workspace._params.control, size))
+
+
+# ---- judgement -----------------------------------------------------------------------------------
+
+
+def check(case: Case, results: Mapping[str, Array]) -> None:
+    """Judge outputs: every bit of the sums, in ulps and in the mean against the reference."""
+    dtype = case.dtype
+    for name, output in results.items():
+        if name == "norm_out":
+            residual = results.get("residual_out", case.float32.residual_out)
+            far = ref.ulp_distance(output, case.norm_of(residual), dtype)
+            assert far.max() <= (8 if dtype is F32 else 1), (name, far.max())
+            continue
+        check_bits(output, getattr(case.float32, name), name)
+        # A part that FP32 rounds to its other neighbour shows in the sum, in ulps of the largest
+        # term, and there twice where both sums are ties.
+        terms = [*case.partials, case.expected.allreduce_out, case.expected.residual_out]
+        largest = np.max([np.abs(term.astype(np.float64)) for term in terms], axis=0)
+        difference = output.astype(np.float64) - getattr(case.expected, name).astype(np.float64)
+        far = np.abs(difference) / ref.ulp(largest, dtype)
+        assert far.max() <= (16 if dtype is F32 else 2), (name, far.max())
+        assert dtype is F32 or (far > 1).mean() < 1e-4, (name, (far > 1).sum())
+    if dtype is not F32 and np.prod(case.shape) > 4096:
+        own = ref.errors(case.expected, case.exact)
+        for name, (mean, _) in ref.errors(results, case.exact).items():
+            assert mean <= 1.01 * own[name][0], (name, mean, own[name][0])
+
+
+def check_bits(output: Array, expected: Array, name: str = "output") -> None:
+    """Check for equal bits; all NaNs are equal."""
+    assert (output.dtype, output.shape) == (expected.dtype, expected.shape)
+    wrong = (bits(output) != bits(expected)) & ~(np.isnan(output) & np.isnan(expected))
+    assert not wrong.any(), (name, np.argwhere(wrong)[:4], output[wrong][:4], expected[wrong][:4])

@@ -1,0 +1,369 @@
+"""Wrong calls: an error before the launch that names argument, got and expected; then all is well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import (
+    BF16,
+    F16,
+    F32,
+    Case,
+    Rank,
+    Ranks,
+    backend,
+    check,
+    control,
+    each_world,
+    filled,
+    finalize,
+    random_case,
+)
+
+from cupy_moe_ar import (
+    ArgumentError,
+    DType,
+    LaunchShape,
+    Workspace,
+    moe_finalize_allreduce_fusion,
+)
+
+TOKENS, HIDDEN, TOP_K = 4, 64, 2
+PLACE = "the CPU" if backend() == "cpu" else "CUDA device"
+FUNCTION = "moe_finalize_allreduce_fusion"
+Mutation = Callable[[Rank, dict[str, Any]], dict[str, Any]]
+
+
+def make_case(size: int) -> Case:
+    return random_case(size, TOKENS, HIDDEN, TOP_K)
+
+
+def arguments(rank: Rank, case: Case) -> dict[str, Any]:
+    """Every argument of a right call, arrays on the device."""
+    arrays = {name: rank.put(x).array for name, x in case.arrays(rank.rank).items()}
+    for name in ("allreduce_out", "residual_out", "norm_out"):
+        arrays[name] = rank.put(filled(0, case.dtype, case.token_num, case.hidden_dim)).array
+    return {**arrays, **case.numbers}
+
+
+def put(name: str, dtype: DType, *shape: int) -> Mutation:
+    """Another array in place of an argument."""
+    return lambda rank, args: {name: rank.put(filled(0, dtype, *shape)).array}
+
+
+def index(*shape: int, dtype: Any = np.int32) -> Mutation:
+    array = np.zeros(shape, dtype)
+    return lambda rank, args: {"expanded_idx_to_permuted_idx": rank.put(array).array}
+
+
+def value(**options: Any) -> Mutation:
+    return lambda rank, args: options
+
+
+def sized(tokens: int, hidden_dim: int, top_k: int) -> Mutation:
+    """Arguments that fit each other, for a call of other sizes."""
+
+    def mutate(rank: Rank, args: dict[str, Any]) -> dict[str, Any]:
+        return arguments(rank, random_case(rank.size, tokens, hidden_dim, top_k))
+
+    return mutate
+
+
+def shifted(name: str, offset: int) -> Mutation:
+    """The same array `offset` bytes further on."""
+
+    def mutate(rank: Rank, args: dict[str, Any]) -> dict[str, Any]:
+        shape = tuple(args[name].shape)
+        if backend() == "cpu":
+            buffer = rank.put(np.zeros((shape[0] + 1, *shape[1:]), args[name].dtype))
+        else:
+            buffer = rank.put(np.zeros((shape[0] + 1, *shape[1:]), args[name].get().dtype))
+        return {name: buffer.at(offset, shape)}
+
+    return mutate
+
+
+def strided(name: str) -> Mutation:
+    return lambda rank, args: {
+        name: rank.put(filled(0, BF16, args[name].shape[0], 2 * HIDDEN)).array[:, ::2]
+    }
+
+
+def overlapping(output: str, other: str) -> Mutation:
+    """An output that begins one row behind the beginning of another argument."""
+
+    def mutate(rank: Rank, args: dict[str, Any]) -> dict[str, Any]:
+        buffer = rank.put(filled(0, BF16, TOKENS + 1, HIDDEN))
+        shape = TOKENS, HIDDEN
+        return {output: buffer.at(2 * HIDDEN, shape), other: buffer.at(0, shape)}
+
+    return mutate
+
+
+def elsewhere(rank: Rank, args: dict[str, Any]) -> dict[str, Any]:
+    """An array on another device than the workspace."""
+    if backend() == "cuda":
+        return {"residual_in": args["residual_in"].get()}
+    interface = {"shape": (TOKENS, HIDDEN), "typestr": "<u2", "data": (1 << 20, False), "version": 3}
+    return {"residual_in": SimpleNamespace(__cuda_array_interface__=interface)}
+
+
+def readonly(name: str) -> Mutation:
+    def mutate(rank: Rank, args: dict[str, Any]) -> dict[str, Any]:
+        if backend() == "cpu":
+            args[name].flags.writeable = False
+            return {}
+        interface = {"shape": (TOKENS, HIDDEN), "typestr": "<u2", "version": 3,
+                     "data": (args[name].data.ptr, True)}  # fmt: skip
+        return {name: SimpleNamespace(__cuda_array_interface__=interface, keep=args[name])}
+
+    return mutate
+
+
+# What is changed in a right call, and words of the error.
+FAULTS: dict[str, tuple[Mutation, list[str]]] = {
+    # dtypes
+    "rows dtype": (put("allreduce_in", F16, 9, HIDDEN), ["allreduce_in", "bfloat16", "float16"]),
+    "index dtype": (index(TOKENS, TOP_K, dtype=np.int64),
+                    ["expanded_idx_to_permuted_idx", "int32", "got int64"]),
+    "scale dtype": (put("expert_scale_factor", F16, TOKENS, TOP_K),
+                    ["expert_scale_factor", "bfloat16 or float32", "got float16"]),
+    "shared dtype": (put("shared_expert_output", F32, TOKENS, HIDDEN),
+                     ["shared_expert_output", "bfloat16", "got float32"]),
+    "residual dtype": (put("residual_in", F32, TOKENS, HIDDEN),
+                       ["residual_in", "bfloat16", "got float32"]),
+    "gamma dtype": (put("rms_gamma", F16, HIDDEN), ["rms_gamma", "bfloat16 or float32", "float16"]),
+    "output dtype": (put("norm_out", F32, TOKENS, HIDDEN), ["norm_out", "bfloat16", "got float32"]),
+    "option dtype": (value(dtype="int32"), ["dtype must be bfloat16, float16 or float32", "int32"]),
+    "unknown dtype": (value(dtype="float8"), ["dtype must be", "float8"]),
+    "wire": (value(comm_dtype="float16"),
+             ["comm_dtype", "bfloat16 (the activation dtype) or float32", "got float16"]),
+    "unknown wire": (value(comm_dtype="int7"), ["dtype must be one of", "int7"]),
+    # shapes
+    "rows 1-D": (put("allreduce_in", BF16, HIDDEN),
+                 ["allreduce_in", "[num_permuted_rows, hidden_dim]", "(64,)"]),
+    "rows 3-D": (put("allreduce_in", BF16, 1, 2, HIDDEN), ["allreduce_in", "(1, 2, 64)"]),
+    "index 1-D": (index(TOKENS * TOP_K),
+                  ["expanded_idx_to_permuted_idx", "[token_num, top_k]", "(8,)"]),
+    "no routes": (sized(TOKENS, HIDDEN, 0),
+                  ["expanded_idx_to_permuted_idx", "top_k", "(4, 0)"]),
+    "scale 1-D": (put("expert_scale_factor", F32, TOKENS * TOP_K),
+                  ["expert_scale_factor", "[token_num, top_k] = (4, 2)", "(8,)"]),
+    "scale top_k": (put("expert_scale_factor", F32, TOKENS, 3),
+                    ["expert_scale_factor", "(4, 2)", "(4, 3)"]),
+    "shared tokens": (put("shared_expert_output", BF16, 3, HIDDEN),
+                      ["shared_expert_output", "(4, 64)", "(3, 64)"]),
+    "residual hidden": (put("residual_in", BF16, TOKENS, 72),
+                        ["residual_in", "(4, 64)", "(4, 72)"]),
+    "gamma length": (put("rms_gamma", BF16, 72), ["rms_gamma", "[hidden_dim] = (64,)", "(72,)"]),
+    "gamma 2-D": (put("rms_gamma", BF16, 1, HIDDEN), ["rms_gamma", "(64,)", "(1, 64)"]),
+    "output tokens": (put("residual_out", BF16, 5, HIDDEN),
+                      ["residual_out", "(4, 64)", "(5, 64)"]),
+    "output flat": (put("allreduce_out", BF16, TOKENS * HIDDEN), ["allreduce_out", "(256,)"]),
+    "ragged row": (sized(TOKENS, 60, TOP_K),
+                   ["allreduce_in", "hidden_dim must be a positive multiple of 8", "got 60"]),
+    "empty row": (sized(TOKENS, 0, TOP_K), ["allreduce_in", "positive multiple", "got 0"]),
+    "long row": (sized(1, 32776, 1), ["hidden_dim must be at most 32768", "32776"]),
+    # memory
+    "rows stride": (strided("allreduce_in"), ["allreduce_in", "contiguous", "strides (256, 4)"]),
+    "residual stride": (strided("residual_in"), ["residual_in", "contiguous", "(256, 4)"]),
+    "output stride": (strided("norm_out"), ["norm_out", "contiguous", "(256, 4)"]),
+    "rows alignment": (shifted("allreduce_in", 2), ["allreduce_in", "16-byte boundary", "0x"]),
+    "gamma alignment": (shifted("rms_gamma", 8), ["rms_gamma", "16-byte boundary", "0x"]),
+    "output alignment": (shifted("norm_out", 8), ["norm_out", "16-byte boundary", "0x"]),
+    "index alignment": (shifted("expanded_idx_to_permuted_idx", 2),
+                        ["expanded_idx_to_permuted_idx", "4-byte boundary", "0x"]),
+    "scale alignment": (shifted("expert_scale_factor", 2),
+                        ["expert_scale_factor", "4-byte boundary", "0x"]),
+    "device": (elsewhere, ["residual_in", f"must be on {PLACE}", "got an array on"]),
+    "read-only": (readonly("residual_out"), ["residual_out must be writable", "read-only"]),
+    "no array": (value(allreduce_in=None), ["allreduce_in", "NoneType"]),
+    "list": (value(residual_in=[[1.0]]), ["residual_in", "list"]),
+    # aliasing
+    "same outputs": (lambda rank, args: {"norm_out": args["residual_out"]},
+                     ["residual_out and norm_out must not overlap"]),
+    "overlapping outputs": (overlapping("norm_out", "allreduce_out"),
+                            ["allreduce_out and norm_out must not overlap"]),
+    "overlapping residual": (overlapping("residual_out", "residual_in"),
+                             ["residual_out must be exactly residual_in or not overlap"]),
+    "overlapping shared": (overlapping("norm_out", "shared_expert_output"),
+                           ["norm_out must be exactly shared_expert_output or not overlap"]),
+    "output in rows": (lambda rank, args: {"norm_out": args["allreduce_in"][:TOKENS]},
+                       ["norm_out must not overlap allreduce_in"]),
+    # what is missing, too much or no number
+    "no outputs": (value(allreduce_out=None, residual_out=None, norm_out=None),
+                   ["at least one of allreduce_out, residual_out and norm_out"]),
+    "no gamma": (value(rms_gamma=None), ["norm_out needs rms_gamma"]),
+    "capacity": (sized(TOKENS + 1, HIDDEN, TOP_K), ["5 tokens", "capacity", "(4 such tokens)"]),
+    "factor": (value(routed_scaling_factor=float("nan")), ["routed_scaling_factor", "nan"]),
+    "factor text": (value(routed_scaling_factor="two"),
+                    ["routed_scaling_factor must be a number", "'two'"]),
+    "eps": (value(rms_eps=-1.0), ["rms_eps", "at least 0", "-1.0"]),
+    "eps nan": (value(rms_eps=float("nan")), ["rms_eps must be finite", "nan"]),
+    "bias": (value(weight_bias=float("inf")), ["weight_bias must be finite", "inf"]),
+    "factor too large": (value(routed_scaling_factor=1e39), ["routed_scaling_factor", "1e+39"]),
+    "stream": (value(stream="fast"), ["stream", "fast" if backend() == "cpu" else "str"]),
+    "shape": (value(launch_shape=LaunchShape(16, 32, False)),
+              ["launch_shape must be one of", "LaunchShape(cluster_blocks=16"]),
+}  # fmt: skip
+
+
+def wrong_call(
+    rank: Rank, workspace: Workspace, case: Case, *mutations: Mutation, everywhere: bool = True
+) -> str:
+    """Check that a call raises, the same on every rank if `everywhere`; return the message."""
+    args = arguments(rank, case)
+    for mutate in mutations:
+        args.update(mutate(rank, args))
+    launches = control(workspace).launches
+    rank.meet()
+    with pytest.raises(ValueError, match=re.compile(".")) as caught:
+        moe_finalize_allreduce_fusion(workspace=workspace, **args)
+    rank.meet()
+    assert control(workspace).launches == launches
+    message = str(caught.value)
+    if everywhere:
+        rank.same(re.sub("0x[0-9a-f]+|CUDA device [0-9]+", "...", message))
+    return message
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@each_world(2)
+def test_fault(ranks: Ranks, name: str) -> None:
+    mutation, words = FAULTS[name]
+    case = make_case(ranks.size)
+
+    def body(rank: Rank) -> None:
+        with rank.workspace(**case.capacity) as workspace:
+            for _ in range(2):
+                message = wrong_call(rank, workspace, case, mutation)
+                assert message.startswith(FUNCTION) or name == "shape"
+                for word in words:
+                    assert word in message, message
+                assert "faults" not in message or name == "long row", message
+                check(case, finalize(rank, workspace, case))
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["scale dtype", "shared tokens", "residual stride", "gamma length", "eps", "bias"],
+        ["capacity", "output alignment", "factor"],
+        ["no gamma", "output alignment", "residual hidden"],
+        ["overlapping residual", "read-only", "rows alignment"],
+        pytest.param(
+            ["rows dtype", "gamma dtype", "eps", "no outputs"],
+            marks=pytest.mark.xfail(reason="rows and index are judged before the rest"),
+        ),
+        pytest.param(
+            ["wire", "gamma dtype", "eps"],
+            marks=pytest.mark.xfail(reason="dtypes are judged before the rest"),
+        ),
+    ],
+    ids=",".join,
+)
+@each_world(2)
+def test_all_faults_are_reported_together(ranks: Ranks, names: list[str]) -> None:
+    case = make_case(ranks.size)
+
+    def body(rank: Rank) -> None:
+        with rank.workspace(**case.capacity) as workspace:
+            message = wrong_call(rank, workspace, case, *(FAULTS[name][0] for name in names))
+            for name in names:
+                for word in FAULTS[name][1]:
+                    assert word in message, (name, message)
+            check(case, finalize(rank, workspace, case))
+
+    ranks.run(body)
+
+
+def test_faults_are_listed() -> None:
+    error = ArgumentError("f", ["a must be b; got c", "d must be e; got f"])
+    assert error.faults == ("a must be b; got c", "d must be e; got f")
+    assert str(error) == "f: 2 faults:\n  - a must be b; got c\n  - d must be e; got f"
+
+
+# ---- MOE_AR_CHECK=1: the ranks agree on every call -----------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [-7, -2, 1000, 2**31 - 1])
+@each_world(2, 3)
+def test_check_rejects_indices(
+    ranks: Ranks, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_AR_CHECK", "1")
+    case = make_case(ranks.size)
+
+    def on_last(rank: Rank, args: dict[str, Any]) -> dict[str, Any]:
+        if rank.rank != rank.size - 1:
+            return {}
+        bad = case.index[rank.rank].copy()
+        bad[2, 1] = wrong
+        return {"expanded_idx_to_permuted_idx": rank.put(bad).array}
+
+    def body(rank: Rank) -> None:
+        with rank.workspace(**case.capacity) as workspace:
+            for _ in range(2):
+                message = wrong_call(rank, workspace, case, on_last)
+                assert f"rank {rank.size - 1}: expanded_idx_to_permuted_idx" in message
+                assert message.endswith(f"got {wrong}")
+                check(case, finalize(rank, workspace, case))
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("name", ["gamma dtype", "rows alignment", "capacity", "no outputs"])
+@each_world(2, 3)
+def test_check_tells_everyone_of_one_ranks_fault(
+    ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_AR_CHECK", "1")
+    mutation, words = FAULTS[name]
+    case = make_case(ranks.size)
+
+    def on_one(rank: Rank, args: dict[str, Any]) -> dict[str, Any]:
+        return mutation(rank, args) if rank.rank == 1 else {}
+
+    def body(rank: Rank) -> None:
+        with rank.workspace(**case.capacity) as workspace:
+            args = arguments(rank, case)
+            args.update(on_one(rank, args))
+            with pytest.raises(ArgumentError, match="rank 1: ") as caught:
+                moe_finalize_allreduce_fusion(workspace=workspace, **args)
+            rank.meet()
+            rank.group.barrier()
+            if rank.rank != 1:
+                for word in words:
+                    assert word in str(caught.value)
+            check(case, finalize(rank, workspace, case))
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(
+    "options", [{"rms_eps": 1e-3}, {"weight_bias": 1.0}, {"routed_scaling_factor": 3.0}], ids=str
+)
+@each_world(2, 3)
+def test_check_finds_numbers_that_differ(
+    ranks: Ranks, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_AR_CHECK", "1")
+    case = make_case(ranks.size)
+
+    def on_one(rank: Rank, args: dict[str, Any]) -> dict[str, Any]:
+        return options if rank.rank == 1 else {}
+
+    def body(rank: Rank) -> None:
+        with rank.workspace(**case.capacity) as workspace:
+            message = wrong_call(rank, workspace, case, on_one)
+            assert "must be the same on every rank" in message
+            check(case, finalize(rank, workspace, case))
+
+    ranks.run(body)

@@ -1,0 +1,257 @@
+"""The CPU emulator on small kernels (tests/cpu): what is right passes, what is planted is found."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLAGS = ("-std=c++20", "-O2", "-g", "-fPIC", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra")
+BUILDS = {
+    "plain": (),
+    "ucontext": ("-DMOE_AR_EMULATOR_UCONTEXT",),  # what machines other than x86-64 use
+    "thread": ("-fsanitize=thread",),
+    "address": ("-fsanitize=address",),
+    "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=all"),
+}
+WRONG, DEADLOCK, WATCHDOG, MISUSE = 1, 11, 12, 13  # exit statuses of self_test
+TSAN_REPORT, ASAN_REPORT = 66, 1
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Return a function that compiles a build once: its executable, or a library for ctypes."""
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    if shutil.which(compiler[0]) is None:
+        pytest.skip(f"no {compiler[0]}")
+    folder = tmp_path_factory.mktemp("emulator")
+
+    @functools.cache
+    def compile_once(name: str) -> tuple[Path, str]:
+        sources = ["cuda_src/cpu/emulator.cpp", "tests/cpu/kernels.cu"]
+        sources += [] if name == "library" else ["tests/cpu/self_test.cpp"]
+        flags = (*FLAGS, *(("-shared",) if name == "library" else BUILDS[name]))
+        includes = (f"-I{ROOT}/cuda_src/cpu", f"-I{ROOT}/cuda_src")
+        inputs = [str(ROOT / source) for source in sources]
+        output = folder / name
+        command = [*compiler, *flags, *includes, "-x", "c++", *inputs, "-o", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return output, done.stderr
+
+    def build(name: str) -> Path:
+        output, errors = compile_once(name)
+        assert not errors, errors
+        return output
+
+    return build
+
+
+def run(executable: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(executable), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("build", BUILDS)
+def test_barriers_shuffles_clusters_and_exchanges_are_right(built, build, seed):
+    done = run(built(build), "clean", seed)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("planted", [1, 2])
+@pytest.mark.parametrize("build", ["plain", "ucontext"])
+def test_a_missing_barrier_gives_wrong_words(built, build, planted):
+    done = run(built(build), "barrier", 1, planted)
+    assert done.returncode == WRONG, done.stdout
+
+
+def test_a_poll_of_one_word_is_found_by_some_interleaving(built):
+    statuses = [run(built("plain"), "exchange", s, 1, 0.3).returncode for s in range(1, 9)]
+    assert set(statuses) & {WRONG, WATCHDOG}, statuses
+
+
+def test_slots_that_nobody_restores_give_stale_words(built):
+    assert run(built("plain"), "exchange", 0, 2, 0.3).returncode in (WRONG, WATCHDOG)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("build", ["plain", "ucontext", "thread", "address"])
+@pytest.mark.parametrize(
+    ("planted", "status", "words"),
+    [
+        (1, DEADLOCK, "block 0: 63 in block_sync, 1 have returned; block 1: 64 have returned"),
+        (2, DEADLOCK, "block 0: 32 in block_sync, 32 in shfl_xor_f32"),
+        (3, WATCHDOG, "no progress for 0.3 s; block 0: 1 spinning, 63 in block_sync"),
+        (4, MISUSE, "no multiple of 16"),
+    ],
+)
+def test_a_launch_that_cannot_end_says_why_and_the_next_is_fine(
+    built, build, seed, planted, status, words
+):
+    done = run(built(build), "stuck", seed, planted, 0.3)
+    assert (done.returncode, words in done.stdout) == (status, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("planted", "status", "words"),
+    [
+        (3, MISUSE, "cluster_wait without an arrive"),
+        (4, MISUSE, "access to block 1 of the cluster, which has returned"),
+        (7, DEADLOCK, "block 0: 64 in cluster_wait; block 1: 64 have returned"),
+    ],
+)
+def test_misuse_of_a_cluster_is_named(built, seed, planted, status, words):
+    done = run(built("plain"), "cluster", seed, planted)
+    assert (done.returncode, words in done.stdout) == (status, True), done.stdout
+
+
+@pytest.mark.parametrize("planted", [1, 5])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_words_of_a_cluster_that_are_not_waited_for_are_wrong(built, seed, planted):
+    # Or a block returns without them, and is then written to.
+    assert run(built("plain"), "cluster", seed, planted).returncode in (WRONG, MISUSE)
+
+
+def test_a_store_to_a_block_that_has_not_started_is_named(built):
+    done = run(built("plain"), "cluster", 0, 2)
+    assert done.returncode == MISUSE
+    assert "access to block 1 of the cluster, which may not have started" in done.stdout
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("kernel", "planted"),
+    [
+        ("barrier", 1),
+        ("barrier", 2),
+        ("shuffle", 1),  # a shuffle orders no memory
+        ("cluster", 6),  # nor does half a barrier
+        ("publish", 1),  # nor does a relaxed flag
+    ],
+)
+def test_thread_sanitizer_reports_races_within_a_rank(built, kernel, planted, seed):
+    done = run(built("thread"), kernel, seed, planted)
+    assert done.returncode == TSAN_REPORT, done.stdout + done.stderr
+    assert "WARNING: ThreadSanitizer: data race" in done.stderr
+    assert "kernels.cu" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("planted", "words"), [(5, "use-after-poison"), (6, "heap-buffer-overflow")]
+)
+def test_address_sanitizer_reports_overruns(built, planted, words):
+    done = run(built("address"), "stuck", 0, planted)
+    assert done.returncode == ASAN_REPORT, done.stdout + done.stderr
+    assert f"AddressSanitizer: {words}" in done.stderr
+
+
+class LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid_blocks", ctypes.c_uint32),
+        ("block_threads", ctypes.c_uint32),
+        ("cluster_blocks", ctypes.c_uint32),
+        ("resident_clusters", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("watchdog_seconds", ctypes.c_double),
+    )
+
+
+class ConvertParams(ctypes.Structure):
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("count", ctypes.c_uint32),
+        ("what", ctypes.c_uint32),
+    )
+
+
+@pytest.fixture(scope="module")
+def convert(built):
+    """Return convert(what, input, count): the uint32 words that `count` threads give."""
+    library = ctypes.CDLL(str(built("library")))
+    library.moe_ar_emulator_error.restype = ctypes.c_char_p
+
+    def launch(what: int, array: np.ndarray, count: int) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        output = np.empty(count, np.uint32)
+        params = ConvertParams(array.ctypes.data, output.ctypes.data, count, what)
+        config = LaunchConfig(4, 128, 1, 0, 0, 10.0)
+        status = library.moe_ar_emulator_launch(
+            library.convert, ctypes.byref(params), ctypes.byref(config)
+        )
+        assert status == 0, library.moe_ar_emulator_error()
+        return output
+
+    return launch
+
+
+ALL_HALVES = np.arange(1 << 16, dtype=np.uint16)
+QUIET = {"over": "ignore", "under": "ignore", "invalid": "ignore"}
+
+
+def floats_around(dtype: type) -> np.ndarray:
+    """Every value of a 16-bit type, every midpoint of two, the neighbours of both, and others."""
+    values = ALL_HALVES[: 1 << 15].view(dtype).astype(np.float32)
+    values = values[np.isfinite(values)]
+    steps = np.diff(values)
+    with np.errstate(**QUIET):
+        middles = values + np.append(steps, steps[-1]) / 2  # the last is where infinity begins
+        near = np.concatenate([values, middles])
+        near = np.concatenate(
+            [near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(0))]
+        )
+    words = np.random.default_rng(0).integers(0, 1 << 32, 1 << 19, dtype=np.uint32)
+    special = np.array([0, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 1], np.uint32)
+    return np.concatenate([near, -near, words.view(np.float32), special.view(np.float32)])
+
+
+@pytest.mark.parametrize(("what", "dtype"), [(0, ml_dtypes.bfloat16), (1, np.float16)])
+def test_packing_rounds_to_nearest_even_and_makes_nans_canonical(convert, what, dtype):
+    x = floats_around(dtype)
+    with np.errstate(**QUIET):
+        expected = x.astype(dtype).view(np.uint16)
+    expected[np.isnan(x)] = 0x7FFF
+    pairs = np.stack([x, x[::-1]], axis=1)  # low half first
+    got = convert(what, pairs, len(x))
+    np.testing.assert_array_equal(got & 0xFFFF, expected)
+    np.testing.assert_array_equal(got >> 16, expected[::-1])
+
+
+def test_every_float16_unpacks(convert):
+    got = convert(2, ALL_HALVES, 1 << 16)
+    halves = ALL_HALVES.view(np.float16)
+    expected = halves.astype(np.float32).view(np.uint32)
+    expected[np.isnan(halves)] = 0x7FFFFFFF
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("what", "dtype"), [(3, ml_dtypes.bfloat16), (4, np.float16)])
+def test_negative_zero_is_dropped_and_all_else_stays(convert, what, dtype):
+    expected = ALL_HALVES.astype(np.uint32)
+    expected[0x8000] = 0
+    with np.errstate(**QUIET):
+        expected[np.isnan(ALL_HALVES.view(dtype))] = 0x7FFF
+    words = ALL_HALVES.astype(np.uint32) | ALL_HALVES[::-1].astype(np.uint32) << 16
+    got = convert(what, words, 1 << 16)
+    np.testing.assert_array_equal(got & 0xFFFF, expected)
+    np.testing.assert_array_equal(got >> 16, expected[::-1])
+
+
+def test_reciprocal_square_root(convert):
+    words = np.random.default_rng(1).integers(1, 0x7F800000, 1 << 16, dtype=np.uint32)
+    x = np.concatenate([words.view(np.float32), np.float32([1, 4, 1e-45])])
+    got = convert(5, x, len(x)).view(np.float32)
+    exact = 1 / np.sqrt(x.astype(np.float64))
+    assert np.all(np.abs(got - exact) <= np.spacing(exact.astype(np.float32)))
+    special = convert(5, np.float32([0.0, -0.0, np.inf, -1.0, np.nan]), 5).view(np.float32)
+    np.testing.assert_array_equal(special, np.float32([np.inf, -np.inf, 0, np.nan, np.nan]))
