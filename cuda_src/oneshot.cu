@@ -27,19 +27,25 @@ struct Placement {
   }
 };
 
+// Vectors that a thread polls together, as registers allow.
+template <int kVectors>
+inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
+
 template <int kInFlight>
-__device__ __forceinline__ Payload produce(const Finalize<kInFlight>& finalize) {
+__device__ __forceinline__ Payload produce(const Finalize<kInFlight>& finalize, u32 ahead = 0) {
   float partial[kElements];
-  finalize(partial);
+  finalize(ahead, partial);
   return to_wire(partial);
 }
 
-// A cluster holds one row, a thread one vector of it: nothing but what a decode step needs.
+// A cluster holds one row, a thread `kVectors` vectors of it in registers: nothing but what a decode
+// step needs.
+template <int kVectors>
 __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   const int groups = ptx::settled((p.row_vectors + 31) / 32);
   const int group = ptx::settled(at.first_group);
   const int column = ptx::settled(group * 32 + at.lane);
-  const bool active = column < p.row_vectors;
+  const int step = ptx::settled(at.group_step * 32);  // columns to the thread's next vector
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, group);
   const Finalize<8> finalize(p, at.cluster, column);
   const u64 offset = ptx::settled(row_offset(p, at.cluster, column));
@@ -47,49 +53,73 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
   Session session(p);
 
-  Payload own = {};
-  Vec16 residual = {};
-  Gamma gamma = {};
-  if (active) {
-    own = produce(finalize);
-    session.push(at.cluster, column, own);
-    residual = load_residual(p, offset);
-    if (p.norm_out != nullptr) gamma.load(p, column);
+  Payload own[kVectors] = {};
+  Vec16 residual[kVectors] = {};
+  Gamma gamma[kVectors] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column + v * step >= p.row_vectors) break;
+    own[v] = produce(finalize, v * step * sizeof(Vec16));
+    session.push(at.cluster, column + v * step, own[v]);
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column + v * step >= p.row_vectors) break;
+    residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
+    if (p.norm_out != nullptr) gamma[v].load(p, column + v * step);
   }
   session.advance();
   reduction.begin();
-  if (active) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column + v * step >= p.row_vectors) break;
     float total[kElements];
-    session.reduce(at.cluster, column, own, total);
-    residual = store_residual(p, offset, total, residual);
+    session.reduce<kPolled<kVectors>>(at.cluster, column + v * step, own[v], total);
+    residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
   }
-  if (p.norm_out != nullptr) {
-    ptx::warp_sync();
-    if (group < groups) reduction.publish(0, square_sum(residual));
-    const float row_square_sum = reduction.collect(groups);
-    if (active) store_norm(p, offset, residual, gamma, row_square_sum);
+  if (p.norm_out == nullptr) return;
+  ptx::warp_sync();
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (group + v * at.group_step < groups) {
+      reduction.publish(v * at.group_step, square_sum(residual[v]));
+    }
+  }
+  const float row_square_sum = reduction.collect(groups);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column + v * step >= p.row_vectors) break;
+    store_norm(p, offset + v * step * sizeof(Vec16), residual[v], gamma[v], row_square_sum);
   }
 }
 
-// A cluster holds one row after the other, a thread one vector. It pushes a row ahead of the one
-// that it finishes, so that the link is busy while it waits.
+// A cluster holds one row after the other. It pushes a row ahead of the one that it finishes, so that
+// the link is busy while it waits.
+template <int kVectors>
 __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   const int groups = ptx::settled((p.row_vectors + 31) / 32);
   const int group = ptx::settled(at.first_group);
   const int column = ptx::settled(group * 32 + at.lane);
-  const bool active = column < p.row_vectors;
+  const int step = ptx::settled(at.group_step * 32);
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, group);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
   Session session(p);
 
-  Payload ahead = {};
+  Payload ahead[kVectors] = {};
   // One step more than rows: a step produces its row and finishes the one before.
   for (int next = at.cluster, done = -1; done < p.token_num; done = next, next += at.clusters) {
-    const Payload own = ahead;
-    if (active && next < p.token_num) {
-      ahead = produce(Finalize<4>(p, next, column));
-      session.push(next, column, ahead);
+    Payload own[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) own[v] = ahead[v];
+    if (next < p.token_num) {
+      const Finalize<4> finalize(p, next, column);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (column + v * step >= p.row_vectors) break;
+        ahead[v] = produce(finalize, v * step * sizeof(Vec16));
+        session.push(next, column + v * step, ahead[v]);
+      }
     }
     if (done < 0) {
       session.advance();
@@ -97,20 +127,35 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
       continue;
     }
     const u64 offset = row_offset(p, done, column);
-    Vec16 residual = {};
-    Gamma gamma = {};
-    if (active) {
-      residual = load_residual(p, offset);
-      if (p.norm_out != nullptr) gamma.load(p, column);
+    Vec16 residual[kVectors] = {};
+    Gamma gamma[kVectors] = {};
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (column + v * step >= p.row_vectors) break;
+      residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
+      if (p.norm_out != nullptr) gamma[v].load(p, column + v * step);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (column + v * step >= p.row_vectors) break;
       float total[kElements];
-      session.reduce(done, column, own, total);
-      residual = store_residual(p, offset, total, residual);
+      session.reduce<kPolled<kVectors>>(done, column + v * step, own[v], total);
+      residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
     }
     if (p.norm_out == nullptr) continue;
     ptx::warp_sync();
-    if (group < groups) reduction.publish(0, square_sum(residual));
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (group + v * at.group_step < groups) {
+        reduction.publish(v * at.group_step, square_sum(residual[v]));
+      }
+    }
     const float row_square_sum = reduction.collect(groups);
-    if (active) store_norm(p, offset, residual, gamma, row_square_sum);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (column + v * step >= p.row_vectors) break;
+      store_norm(p, offset + v * step * sizeof(Vec16), residual[v], gamma[v], row_square_sum);
+    }
   }
 }
 
@@ -142,7 +187,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
         float total[kElements];
         const u64 offset = row_offset(p, token, column);
         residual = load_residual(p, offset);
-        session.reduce(token, column, own, total);
+        session.reduce<kPolled<2>>(token, column, own, total);
         residual = store_residual(p, offset, total, residual);
         if (p.norm_out != nullptr) {
           own.v[0] = residual;
@@ -173,16 +218,29 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
 }  // namespace
 }  // namespace moe_ar
 
-// For as many clusters as rows; for fewer; and for rows longer than a cluster has threads.
+// For as many clusters as rows; for fewer; each with one or two vectors a thread; and for any number
+// of vectors.
 MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_row), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
   if (p.flags & moe_ar::kWarmUp) return;
-  moe_ar::run_row(p, moe_ar::Placement(p));
+  moe_ar::run_row<1>(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
+}
+
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_row2), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_row<2>(p, moe_ar::Placement(p));
   moe_ar::ptx::pdl_trigger();
 }
 
 MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_rows), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
   if (p.flags & moe_ar::kWarmUp) return;
-  moe_ar::run_rows(p, moe_ar::Placement(p));
+  moe_ar::run_rows<1>(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
+}
+
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_rows2), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_rows<2>(p, moe_ar::Placement(p));
   moe_ar::ptx::pdl_trigger();
 }
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CompileError
+from .plan import KERNELS
 from .types import DType
 
 __all__ = [
@@ -91,7 +92,7 @@ class Variant:
     @property
     def kernels(self) -> dict[str, str]:
         """Names of the module's kernels, by the part that comes after the module's name."""
-        return {kernel: f"{self.kernel_name}_{kernel}" for kernel in ("row", "rows", "long")}
+        return {kernel: f"{self.kernel_name}_{kernel}" for kernel in KERNELS}
 
     @property
     def defines(self) -> dict[str, str]:

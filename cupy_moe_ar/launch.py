@@ -173,14 +173,19 @@ def device_limits(device: int) -> DeviceLimits:
     # The second version tells MIG instances apart; CUDA 13 gave it the plain name.
     get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
     return DeviceLimits(
-        name=get(driver.cuDeviceGetName, 128).rstrip(b"\0").decode(),
+        name=_text(get(driver.cuDeviceGetName, 128)),
         compute_capability=capability,
         arch=arch_for(*capability),
         sm_count=attribute("MULTIPROCESSOR_COUNT"),
         max_threads_per_sm=attribute("MAX_THREADS_PER_MULTIPROCESSOR"),
         uuid=str(uuid.UUID(bytes=get(get_uuid).bytes)),
-        pci_bus_id=get(driver.cuDeviceGetPCIBusId, 32).rstrip(b"\0").decode(),
+        pci_bus_id=_text(get(driver.cuDeviceGetPCIBusId, 32)),
     )
+
+
+def _text(padded: bytes) -> str:
+    """Decode a C string; the bindings return its whole buffer."""
+    return padded.partition(b"\0")[0].decode().strip()
 
 
 def occupancy(kernel: Kernel, block: int, shared_bytes: int = 0) -> int:

@@ -28,7 +28,7 @@ class DType(enum.Enum):
 
     @classmethod
     def parse(cls, dtype: object) -> DType:
-        """Return the `DType` named by a string, a `DType` or any dtype object (NumPy, PyTorch, JAX).
+        """Return the `DType` that a string or a dtype object (NumPy, PyTorch, JAX) names.
 
         Raises:
             ValueError: `dtype` names none of them; the message lists the allowed names.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import abi, cuda_backend
-from .arrays import CPU
+from .abi import Flag
 from .call import ACTIVATIONS, Call, Home, comm_dtype_of, row_problem
 from .compile import Variant
 from .cpu_backend import CpuBackend
@@ -33,10 +34,10 @@ _log = logging.getLogger(__name__)
 class Workspace:
     """Memory that the ranks of a group share, and the kernels that use it.
 
-    Building one is collective over the group; so are `prepare` and `close`. Operations take it as an
-    argument and communicate on the device only. One workspace serves every operation, dtype, shape
-    and layer as long as a call's bytes fit, one call after the other, in the same order on every
-    rank. It is a context manager:
+    Building one is collective over the group; so are `prepare` and `close`. Operations take it as
+    an argument and communicate on the device only. One workspace serves every operation, dtype,
+    shape and layer as long as a call's bytes fit, one call after the other, in the same order on
+    every rank. It is a context manager:
 
         with Workspace(comm, max_token_num=128, hidden_dim=7168, dtype="bfloat16") as workspace:
             ...
@@ -160,7 +161,7 @@ class Workspace:
             self.nbytes,
         )
 
-    # ---- what fits ---------------------------------------------------------------------------
+    # ---- what fits -----------------------------------------------------------------------------
 
     @staticmethod
     def bytes_required(
@@ -380,7 +381,7 @@ class Workspace:
                 f"workspace of rank {self.rank} was not closed", ResourceWarning, stacklevel=2
             )
 
-    # ---- calls -----------------------------------------------------------------------------------
+    # ---- calls ---------------------------------------------------------------------------------
 
     def run(
         self,
@@ -434,8 +435,7 @@ class Workspace:
         faults = list(faults)
         same: Any = None
         if call is not None:
-            same = (call.operation, call.dtype, call.comm_dtype, call.token_num, call.hidden_dim,
-                    call.top_k, call.routed_scaling_factor, call.rms_eps, call.weight_bias)  # fmt: skip
+            same = dataclasses.replace(call, addresses=(), flags=Flag(0), num_permuted_rows=0)
             address = dict(call.addresses)["route_index"]
             data = self._backend.read(address, 4 * call.token_num * call.top_k)
             index = np.frombuffer(data, np.int32)
@@ -451,7 +451,7 @@ class Workspace:
         if self._closed:
             raise WorkspaceError(f"{function}: the workspace is closed")
 
-    # ---- building ----------------------------------------------------------------------------------
+    # ---- building ------------------------------------------------------------------------------
 
     def _make_backend(
         self, backend: str | None, device: int | None, sm_margin: int
@@ -527,6 +527,3 @@ def _source_digest() -> str:
         for path in sorted(folder.glob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-assert CPU == CpuBackend.device

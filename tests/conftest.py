@@ -8,13 +8,12 @@ rank's own findings.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from typing import NoReturn
 
 import hypothesis
 import pytest
-from cases import RANK, Ranks
+from cases import RANK, Ranks, backend
 
 # For many ranks on one GPU; read when CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -45,8 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    backend = os.environ.get("MOE_AR_BACKEND", "auto")
-    if backend == "cpu" or (backend == "auto" and shutil.which("nvidia-smi") is None):
+    if backend() == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))

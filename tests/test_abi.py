@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +17,7 @@ CONSTANTS = {
     "kSlabHeaderBytes": abi.SLAB_HEADER_BYTES,
     "kMaxRanks": abi.MAX_RANKS,
     "kMaxBlockThreads": abi.MAX_BLOCK_THREADS,
+    "kMaxGridBlocks": abi.MAX_GRID_BLOCKS,
     "kMaxRowGroups": abi.MAX_ROW_BYTES // (abi.GROUP_VECTORS * abi.VECTOR_BYTES),
     "kEmptyWord": abi.SENTINEL,
     "sizeof(Vec16)": abi.VECTOR_BYTES,
@@ -30,70 +29,66 @@ CONSTANTS = {
 }
 
 
-def fields(struct: type[ctypes.Structure]) -> list[str]:
-    return [name for name, _ in struct._fields_ if not name.startswith("_")]
+def layout() -> dict[str, int]:
+    """What abi.py says: C++ expressions and their values."""
+    said = dict(CONSTANTS)
+    for struct in STRUCTS:
+        said[f"sizeof({struct.__name__})"] = ctypes.sizeof(struct)
+        for field, _ in struct._fields_:
+            if not field.startswith("_"):
+                place = getattr(struct, field)
+                said[f"offsetof({struct.__name__}, {field})"] = place.offset
+                said[f"sizeof({struct.__name__}::{field})"] = place.size
+    return said
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Sizes, offsets and constants, printed by a program."""
-    expressions = [*CONSTANTS, "sizeof(SlabHeader)"]
-    for struct in STRUCTS:
-        name = struct.__name__
-        expressions.append(f"sizeof({name})")
-        for field in fields(struct):
-            expressions.append(f"offsetof({name}, {field})")
-            expressions.append(f"sizeof({name}::{field})")
-    lines = "".join(
-        f'  std::printf("%s\\"{expression}\\": %llu", {i} ? ", " : "", (u64)({expression}));\n'
-        for i, expression in enumerate(expressions)
-    )
-    program = (
-        "#include <moe_ar/lamport.cuh>\n#include <cstddef>\n#include <cstdio>\n"
-        f'using namespace moe_ar;\nint main() {{\n  std::puts("{{");\n{lines}  std::puts("}}");\n}}\n'
-    )
+    """The values as a program prints them."""
+    expressions = [*layout(), "sizeof(SlabHeader)"]
+    lines = "".join(f'std::printf("%llu\\n", (u64)({expression}));\n' for expression in expressions)
+    includes = "#include <moe_ar/lamport.cuh>\n#include <cstddef>\n#include <cstdio>\n"
     folder = tmp_path_factory.mktemp("abi")
-    source, binary = folder / "abi.cpp", folder / "abi"
-    source.write_text(program)
+    (folder / "abi.cpp").write_text(
+        f"{includes}using namespace moe_ar;\nint main() {{\n{lines}}}\n"
+    )
     variant = Variant("moe_finalize", "oneshot", DType.BFLOAT16, DType.BFLOAT16, 2)
-    macros = [f"-D{name}={value}" for name, value in variant.defines.items()]
-    root = sources()
+    flags = [*_CXX_FLAGS, "-O0", *(f"-D{name}={text}" for name, text in variant.defines.items())]
     try:
         compiler = _cxx()
     except CompileError as error:
         pytest.skip(str(error))
-    command = [*compiler, *_CXX_FLAGS, "-O0", *macros, f"-I{root / 'cpu'}", f"-I{root}"]
-    emulator = root / "cpu" / "emulator.cpp"
-    subprocess.run([*command, str(source), str(emulator), "-o", str(binary)], check=True)
-    return json.loads(subprocess.run([binary], check=True, capture_output=True, text=True).stdout)
+    root = sources()
+    inputs = [str(folder / "abi.cpp"), str(root / "cpu" / "emulator.cpp")]
+    command = [
+        *compiler,
+        *flags,
+        f"-I{root / 'cpu'}",
+        f"-I{root}",
+        *inputs,
+        "-o",
+        str(folder / "abi"),
+    ]
+    subprocess.run(command, check=True)
+    done = subprocess.run([folder / "abi"], check=True, capture_output=True, text=True)
+    return dict(zip(expressions, map(int, done.stdout.split()), strict=True))
+
+
+@pytest.mark.parametrize("expression", layout())
+def test_layout(found: dict[str, int], expression: str) -> None:
+    assert found[expression] == layout()[expression]
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-def test_struct(found: dict[str, int], struct: type[ctypes.Structure]) -> None:
-    name = struct.__name__
-    assert found[f"sizeof({name})"] == ctypes.sizeof(struct)
-    for field in fields(struct):
-        place = getattr(struct, field)
-        assert found[f"offsetof({name}, {field})"] == place.offset, field
-        assert found[f"sizeof({name}::{field})"] == place.size, field
-
-
-def test_names_are_the_same() -> None:
-    """No field of params.cuh is missing here."""
+def test_fields_have_the_same_names_and_order(struct: type[ctypes.Structure]) -> None:
     text = (sources() / "moe_ar" / "params.cuh").read_text()
-    for struct in STRUCTS:
-        body = text.split(f"struct {struct.__name__} {{")[1].split("\n};")[0]
-        lines = [line.split("//")[0].strip() for line in body.splitlines()]
-        names = [line.rstrip(";").split()[-1].split("[")[0] for line in lines if line]
-        assert [name for name in names if name != "reserved"] == fields(struct)
-
-
-@pytest.mark.parametrize("name", CONSTANTS)
-def test_constant(found: dict[str, int], name: str) -> None:
-    assert found[name] == CONSTANTS[name]
+    body = text.split(f"struct {struct.__name__} {{")[1].split("\n};")[0]
+    lines = [line.split("//")[0].strip().rstrip(";") for line in body.splitlines()]
+    names = [line.split()[-1].split("[")[0] for line in lines if line]
+    own = [name for name, _ in struct._fields_ if not name.startswith("_")]
+    assert [name for name in names if name != "reserved"] == own
 
 
 def test_slab_header_leaves_room_for_the_probe(found: dict[str, int]) -> None:
     assert found["sizeof(SlabHeader)"] <= abi.SLAB_PROBE_OFFSET
     assert abi.SLAB_PROBE_OFFSET + 8 * abi.MAX_RANKS <= abi.SLAB_HEADER_BYTES
-    assert Path(sources() / "moe_ar" / "params.cuh").is_file()

@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_eight(const u8* from, int count, bool wide,
   }
 }
 
-// Gathers one vector of a token from the rows of its experts, `kInFlight` rows at a time: 8 where
+// Gathers vectors of a token from the rows of its experts, `kInFlight` rows at a time: 8 where
 // latency counts, 4 where many threads hide it and registers are short.
 template <int kInFlight>
 class Finalize {
@@ -56,13 +56,13 @@ class Finalize {
 
   // partial = routed_scaling_factor * (sum over routes of scale * row) + shared_expert, in float32,
   // not yet rounded. Routes in chunks of 8 by a pairwise tree, chunks in order: the bits depend on
-  // nothing else.
-  __device__ __forceinline__ void operator()(float (&partial)[kElements]) const {
+  // nothing else. The vector is the one `ahead` bytes after the constructor's.
+  __device__ __forceinline__ void operator()(u32 ahead, float (&partial)[kElements]) const {
     float routed[kElements] = {};
     Vec16 shared = {};
     for (int begin = 0; begin < top_k_; begin += kRouteChunk) {
       Routes routes = load_routes(begin);
-      if (begin == 0 && shared_ != nullptr) shared = ptx::ld_once_v4(shared_);
+      if (begin == 0 && shared_ != nullptr) shared = ptx::ld_once_v4(shared_ + ahead);
       float pair[kRouteChunk / 2][kElements];
 #pragma unroll
       for (int first = 0; first < kRouteChunk; first += kInFlight) {
@@ -71,7 +71,7 @@ class Finalize {
         for (int k = 0; k < kInFlight; ++k) {
           row[k] = Vec16{};
           if (routes.index[first + k] < num_rows_) {
-            row[k] = ptx::ld_once_v4(ptx::at(rows_, routes.index[first + k], row_bytes_));
+            row[k] = ptx::ld_once_v4(ptx::at(rows_ + ahead, routes.index[first + k], row_bytes_));
           } else {
             routes.scale[first + k] = 0.0f;  // it may be NaN
           }

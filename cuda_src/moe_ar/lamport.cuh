@@ -51,18 +51,17 @@ class Session {
   __device__ __forceinline__ explicit Session(const Params& p)
       : p_(p), row_bytes_(static_cast<u32>(p.row_vectors) * sizeof(Vec16)) {
     epoch_ = ptx::ld_relaxed_gpu_u32(&p.control->epoch[ptx::block_index()]);
-    const u32 broken = ptx::ld_relaxed_gpu_u32(&p.control->broken);
+    broken_ = ptx::ld_relaxed_gpu_u32(&p.control->broken);
     own_slab_ = slab(p.rank);
     if constexpr (kHoldPeers) {
 #pragma unroll
       for (int step = 1; step < kWorldSize; ++step) peers_[step - 1] = slab(peer_at(step));
     }
-    alive_ = broken == 0;
   }
 
   // Sends a payload to every peer.
   __device__ __forceinline__ void push(int token, int column, const Payload& payload) const {
-    if (!alive_) return;
+    if (broken_ != 0) return;
     const u64 offset = slot(token, column) + p_.rank * writer_bytes();
 #pragma unroll
     for (int step = 1; step < kWorldSize; ++step) {
@@ -86,6 +85,7 @@ class Session {
 
   // Sums the parts of all ranks in rank order, `own` among them, polling until they are there, and
   // restores every word that it consumed. NaN if the wait is given up.
+  template <int kMostInFlight>
   __device__ __forceinline__ void reduce(int token, int column, const Payload& own,
                                          float (&total)[kElements]) {
     u8* slots = own_slab_ + slot(token, column);
@@ -100,7 +100,7 @@ class Session {
     } else {
 #pragma unroll
       for (float& x : total) x = 0.0f;
-      constexpr int kMost = (kWorldSize > 8 ? 4 : 8) / kWireVectors;  // registers
+      constexpr int kMost = kMostInFlight / kWireVectors;
       constexpr int kInFlight = kWorldSize < kMost ? kWorldSize : kMost;
 #pragma unroll 1
       for (int first = 0; first < kWorldSize; first += kInFlight) {
@@ -117,9 +117,10 @@ class Session {
 #pragma unroll
         for (int j = 0; j < kInFlight; ++j) {
           const int writer = first + j;
-          if (writer >= kWorldSize) break;
-          if (writer != p_.rank) store(slots + j * writer_bytes(), empty());
-          add(part[j], total);
+          if (writer < kWorldSize) {
+            if (writer != p_.rank) store(slots + j * writer_bytes(), empty());
+            add(part[j], total);
+          }
         }
         slots += kInFlight * writer_bytes();
       }
@@ -209,7 +210,7 @@ class Session {
   __device__ __forceinline__ void wait_for(const u8* slots, int first, int token,
                                            Payload (&part)[kCount]) {
     u64 since = 0;
-    while (alive_) {
+    while (broken_ == 0) {
       for (u32 poll = 0; poll < kPollsPerCheck; ++poll) {
         bool missing = false;
 #pragma unroll
@@ -226,7 +227,7 @@ class Session {
       for (int j = kCount - 1; j >= 0; --j) {
         if (is_empty(part[j])) missing_rank = first + j;
       }
-      if (missing_rank >= 0) alive_ = !must_give_up(missing_rank, token, since);
+      if (missing_rank >= 0 && must_give_up(missing_rank, token, since)) broken_ = 1;
     }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
@@ -286,7 +287,7 @@ class Session {
   u8* own_slab_;
   u8* peers_[kHoldPeers && kWorldSize > 1 ? kWorldSize - 1 : 1];
   u32 epoch_;
-  bool alive_;
+  u32 broken_;  // as loaded: nothing waits for it until the push does
 };
 
 }  // namespace moe_ar
