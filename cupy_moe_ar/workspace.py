@@ -81,8 +81,8 @@ class Workspace:
             comm_dtype: What travels: None (the activation dtype) or float32.
             device: CUDA ordinal; None takes the thread's current device or, where the thread has
                 none yet, the local rank modulo the number of visible devices.
-            backend: "cuda", "cpu", or None: `MOE_AR_BACKEND`, else "cuda" where every rank sees a
-                usable device, else "cpu".
+            backend: "cuda", "cpu", or "auto": "cuda" where every rank sees a device, else "cpu".
+                None is `MOE_AR_BACKEND`, else "auto".
             timeout_s: Seconds after which a rank gives up waiting for a peer; None waits for ever.
                 `MOE_AR_TIMEOUT_S` overrides it.
             sm_margin: Streaming multiprocessors that launches leave free.
@@ -114,8 +114,11 @@ class Workspace:
             faults.append(f"max_token_num must be a positive integer; got {max_token_num!r}")
         if not 1 <= self.world_size <= abi.MAX_RANKS:
             faults.append(f"comm must have 1 to {abi.MAX_RANKS} ranks; got {self.world_size}")
+        source = "MOE_AR_BACKEND" if backend is None else "backend"
+        chosen = os.environ.get("MOE_AR_BACKEND") or None if backend is None else backend
+        backend = None if chosen == "auto" else chosen
         if backend not in (None, "cuda", "cpu"):
-            faults.append(f"backend must be 'cuda', 'cpu' or None; got {backend!r}")
+            faults.append(f"{source} must be 'cuda', 'cpu' or 'auto'; got {backend!r}")
         timeout, timeout_fault = _timeout(timeout_s)
         if timeout_fault:
             faults.append(timeout_fault)
@@ -459,7 +462,6 @@ class Workspace:
         group = self._group
         hosts = self._home_hosts
         local_rank = hosts[: self.rank].count(hosts[self.rank])
-        backend = backend or os.environ.get("MOE_AR_BACKEND") or None
         if backend is None:
             try:
                 usable = cuda_backend.device_count() > 0

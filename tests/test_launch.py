@@ -189,7 +189,7 @@ def test_launches_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert limits.sm_count > 0
     assert limits.max_threads_per_sm >= 1024
     assert limits.name
-    assert limits.pci_bus_id == cupy.cuda.Device().pci_bus_id.rstrip('\0')
+    assert limits.pci_bus_id == cupy.cuda.Device().pci_bus_id.rstrip("\0")
     assert version_problem(nvrtc_version(), launch_module.driver_version()) is None
 
     (kernel,) = launch_module.load(compile_cuda(variant, limits.arch), variant.kernel_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from itertools import combinations
@@ -32,7 +33,7 @@ from cases import (
 from cupy_moe_ar import DType, Workspace, moe_finalize_allreduce_fusion
 from cupy_moe_ar import reference as ref
 from cupy_moe_ar.compile import Variant
-from cupy_moe_ar.plan import LaunchShape, launch_shapes
+from cupy_moe_ar.plan import LaunchShape, launch_shapes, plan_rows
 
 # ---- random data ---------------------------------------------------------------------------------
 
@@ -256,10 +257,15 @@ def usable_shapes(workspace: Workspace, case: Case) -> list[LaunchShape]:
     """Every launch shape that serves the case here."""
     wire = case.comm_dtype or case.dtype
     variant = Variant("moe_finalize", "oneshot", case.dtype, wire, workspace.world_size)
-    limits = workspace._limits[variant]
     tokens, hidden_dim = case.shape
-    shapes = launch_shapes(hidden_dim * case.dtype.itemsize // 16)
-    return [s for s in shapes if limits.clusters(s) >= (tokens if s.kernel == "row" else 1)]
+    vectors = hidden_dim * case.dtype.itemsize // 16
+    shapes = []
+    for shape in launch_shapes(vectors):
+        with contextlib.suppress(ValueError):
+            plan_rows(tokens, vectors, workspace._limits[variant], shape)
+            shapes.append(shape)
+    assert len({shape.kernel for shape in shapes}) > 1
+    return shapes
 
 
 @each_world(1, 2, 3)
@@ -286,15 +292,18 @@ def test_every_combination_of_outputs_and_c15_in_place(ranks: Ranks) -> None:
                     check_bits(output, results[name], f"{name}, {names}, {place}, {shape}")
 
 
-@each_world(2, 3)
-def test_c11_no_tokens(ranks: Ranks) -> None:
-    case = random_case(ranks.size, 3, 64)
+@each_world(2, 3, 4)
+def test_c11_c12_no_tokens_and_about_as_many_as_ranks(ranks: Ranks) -> None:
+    size = ranks.size
+    case = random_case(size, size + 1, 64)
 
     @ranks.with_workspace(case)
     def body(rank: Rank, workspace: Workspace) -> None:
-        for _ in range(4):  # `finalize` sees that the state stays
-            check(case, finalize(rank, workspace, case))
-            assert finalize(rank, workspace, case.first(0))["norm_out"].shape == (0, 64)
+        for count in (0, 1, size - 1, size, 0, size + 1) * 2:  # without tokens the state stays
+            part = case.first(count)
+            results = finalize(rank, workspace, part)
+            if count:
+                check(part, results)
 
 
 @pytest.mark.parametrize("at_end", [True, False])

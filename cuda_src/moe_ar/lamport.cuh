@@ -210,6 +210,10 @@ class Session {
   __device__ __forceinline__ void wait_for(const u8* slots, int first, int token,
                                            Payload (&part)[kCount]) {
     u64 since = 0;
+    if (broken_ != 0) {  // what came late, after an earlier launch gave up, is not this launch's
+#pragma unroll
+      for (Payload& late : part) late = empty();
+    }
     while (broken_ == 0) {
       for (u32 poll = 0; poll < kPollsPerCheck; ++poll) {
         bool missing = false;
