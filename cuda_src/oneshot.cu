@@ -38,8 +38,8 @@ __device__ __forceinline__ Payload produce(const Finalize<kInFlight>& finalize, 
   return to_wire(partial);
 }
 
-// A cluster holds one row, a thread `kVectors` vectors of it in registers: nothing but what a decode
-// step needs.
+// A cluster holds one row, a thread `kVectors` vectors of it in registers: nothing but what a
+// decode step needs.
 template <int kVectors>
 __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   const int groups = ptx::settled((p.row_vectors + 31) / 32);
@@ -56,45 +56,40 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   Payload own[kVectors] = {};
   Vec16 residual[kVectors] = {};
   Gamma gamma[kVectors] = {};
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (column + v * step >= p.row_vectors) break;
+  each<kVectors>([&](int v) {
+    if (column + v * step >= p.row_vectors) return;
     own[v] = produce(finalize, v * step * sizeof(Vec16));
     session.push(at.cluster, column + v * step, own[v]);
-  }
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (column + v * step >= p.row_vectors) break;
+  });
+  each<kVectors>([&](int v) {
+    if (column + v * step >= p.row_vectors) return;
     residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
     if (p.norm_out != nullptr) gamma[v].load(p, column + v * step);
-  }
+  });
   session.advance();
   reduction.begin();
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (column + v * step >= p.row_vectors) break;
+  each<kVectors>([&](int v) {
+    if (column + v * step >= p.row_vectors) return;
     float total[kElements];
     session.reduce<kPolled<kVectors>>(at.cluster, column + v * step, own[v], total);
     residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
-  }
+  });
   if (p.norm_out == nullptr) return;
   ptx::warp_sync();
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  each<kVectors>([&](int v) {
     if (group + v * at.group_step < groups) {
       reduction.publish(v * at.group_step, square_sum(residual[v]));
     }
-  }
+  });
   const float row_square_sum = reduction.collect(groups);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (column + v * step >= p.row_vectors) break;
+  each<kVectors>([&](int v) {
+    if (column + v * step >= p.row_vectors) return;
     store_norm(p, offset + v * step * sizeof(Vec16), residual[v], gamma[v], row_square_sum);
-  }
+  });
 }
 
-// A cluster holds one row after the other. It pushes a row ahead of the one that it finishes, so that
-// the link is busy while it waits.
+// A cluster holds one row after the other. It pushes a row ahead of the one that it finishes, so
+// that the link is busy while it waits.
 template <int kVectors>
 __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   const int groups = ptx::settled((p.row_vectors + 31) / 32);
@@ -110,16 +105,14 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   // One step more than rows: a step produces its row and finishes the one before.
   for (int next = at.cluster, done = -1; done < p.token_num; done = next, next += at.clusters) {
     Payload own[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) own[v] = ahead[v];
+    each<kVectors>([&](int v) { own[v] = ahead[v]; });
     if (next < p.token_num) {
       const Finalize<4> finalize(p, next, column);
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (column + v * step >= p.row_vectors) break;
+      each<kVectors>([&](int v) {
+        if (column + v * step >= p.row_vectors) return;
         ahead[v] = produce(finalize, v * step * sizeof(Vec16));
         session.push(next, column + v * step, ahead[v]);
-      }
+      });
     }
     if (done < 0) {
       session.advance();
@@ -129,33 +122,29 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     const u64 offset = row_offset(p, done, column);
     Vec16 residual[kVectors] = {};
     Gamma gamma[kVectors] = {};
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (column + v * step >= p.row_vectors) break;
+    each<kVectors>([&](int v) {
+      if (column + v * step >= p.row_vectors) return;
       residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
       if (p.norm_out != nullptr) gamma[v].load(p, column + v * step);
-    }
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (column + v * step >= p.row_vectors) break;
+    });
+    each<kVectors>([&](int v) {
+      if (column + v * step >= p.row_vectors) return;
       float total[kElements];
       session.reduce<kPolled<kVectors>>(done, column + v * step, own[v], total);
       residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
-    }
+    });
     if (p.norm_out == nullptr) continue;
     ptx::warp_sync();
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    each<kVectors>([&](int v) {
       if (group + v * at.group_step < groups) {
         reduction.publish(v * at.group_step, square_sum(residual[v]));
       }
-    }
+    });
     const float row_square_sum = reduction.collect(groups);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (column + v * step >= p.row_vectors) break;
+    each<kVectors>([&](int v) {
+      if (column + v * step >= p.row_vectors) return;
       store_norm(p, offset + v * step * sizeof(Vec16), residual[v], gamma[v], row_square_sum);
-    }
+    });
   }
 }
 
@@ -218,8 +207,8 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
 }  // namespace
 }  // namespace moe_ar
 
-// For as many clusters as rows; for fewer; each with one or two vectors a thread; and for any number
-// of vectors.
+// For as many clusters as rows; for fewer; each with one or two vectors a thread; and for any
+// number of vectors.
 MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_row), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
   if (p.flags & moe_ar::kWarmUp) return;
   moe_ar::run_row<1>(p, moe_ar::Placement(p));

@@ -278,7 +278,7 @@ def test_init_all_builds_every_rank_in_this_process() -> None:
         ({"max_token_num": 2.5}, ["max_token_num must be a positive integer", "got 2.5"]),
         ({"dtype": "int32"}, ["dtype must be bfloat16, float16 or float32", "int32"]),
         ({"comm_dtype": "float16"}, ["comm_dtype must be bfloat16", "float32", "got float16"]),
-        ({"backend": "tpu"}, ["backend must be 'cuda', 'cpu' or None", "'tpu'"]),
+        ({"backend": "tpu"}, ["backend must be 'cuda', 'cpu' or 'auto'", "got 'tpu'"]),
         ({"timeout_s": 0}, ["timeout_s must be a positive number", "got 0"]),
         ({"device": 99}, ["device must be", "99"]),
         ({"hidden_dim": 0, "max_token_num": -1, "backend": "tpu", "timeout_s": "soon"},
@@ -322,12 +322,16 @@ def test_more_than_16_ranks_are_refused() -> None:
     ("value", "nanoseconds"), [("2.5", 2_500_000_000), ("none", 0), ("", 20_000_000_000)]
 )
 @each_world(1)
-def test_timeout_from_the_environment(
+def test_environment(
     ranks: Ranks, value: str, nanoseconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOE_AR_TIMEOUT_S", "soon")
-    with pytest.raises(ArgumentError, match=r"MOE_AR_TIMEOUT_S must be a positive number.*'soon'"):
-        ranks.run(lambda rank: rank.workspace().close())
+    monkeypatch.setenv("MOE_AR_BACKEND", "tpu")
+    with pytest.raises(ArgumentError) as caught:
+        ranks.run(lambda rank: rank.workspace(backend=None).close())
+    assert "MOE_AR_TIMEOUT_S must be a positive number" in str(caught.value)
+    assert "got 'soon'" in str(caught.value)
+    assert "MOE_AR_BACKEND must be 'cuda', 'cpu' or 'auto'; got 'tpu'" in str(caught.value)
     monkeypatch.setenv("MOE_AR_TIMEOUT_S", value)
 
     @ranks.with_workspace()

@@ -105,23 +105,20 @@ class Session {
 #pragma unroll 1
       for (int first = 0; first < kWorldSize; first += kInFlight) {
         Payload part[kInFlight];
-#pragma unroll
-        for (int j = 0; j < kInFlight; ++j) {
+        each<kInFlight>([&](int j) {
           const int writer = first + j;
           part[j] = own;
           if (writer != p_.rank && writer < kWorldSize) {
             part[j] = load(slots + j * writer_bytes());
           }
-        }
+        });
         wait_for(slots, first, token, part);
-#pragma unroll
-        for (int j = 0; j < kInFlight; ++j) {
+        each<kInFlight>([&](int j) {
           const int writer = first + j;
-          if (writer < kWorldSize) {
-            if (writer != p_.rank) store(slots + j * writer_bytes(), empty());
-            add(part[j], total);
-          }
-        }
+          if (writer >= kWorldSize) return;
+          if (writer != p_.rank) store(slots + j * writer_bytes(), empty());
+          add(part[j], total);
+        });
         slots += kInFlight * writer_bytes();
       }
     }
@@ -171,12 +168,14 @@ class Session {
     return own_slab_ + slot(token, column) + p_.rank * writer_bytes();
   }
 
-  __device__ __forceinline__ static Payload empty() {
+  __device__ __forceinline__ static Payload filled_payload(u32 word) {
     Payload payload;
 #pragma unroll
-    for (Vec16& v : payload.v) v = filled(kEmptyWord);
+    for (Vec16& v : payload.v) v = filled(word);
     return payload;
   }
+
+  __device__ __forceinline__ static Payload empty() { return filled_payload(kEmptyWord); }
 
   __device__ __forceinline__ static void add(const Payload& payload, float (&total)[kElements]) {
     float x[kElements];
@@ -211,34 +210,27 @@ class Session {
                                            Payload (&part)[kCount]) {
     u64 since = 0;
     if (broken_ != 0) {  // what came late, after an earlier launch gave up, is not this launch's
-#pragma unroll
-      for (Payload& late : part) late = empty();
+      each<kCount>([&](int j) { part[j] = empty(); });
     }
     while (broken_ == 0) {
       for (u32 poll = 0; poll < kPollsPerCheck; ++poll) {
         bool missing = false;
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) missing = missing || is_empty(part[j]);
+        each<kCount>([&](int j) { missing = missing || is_empty(part[j]); });
         if (!missing) return;
         ptx::spin_pause();
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
+        each<kCount>([&](int j) {
           if (is_empty(part[j])) part[j] = load(slots + j * writer_bytes());
-        }
+        });
       }
       int missing_rank = -1;
-#pragma unroll
-      for (int j = kCount - 1; j >= 0; --j) {
-        if (is_empty(part[j])) missing_rank = first + j;
-      }
+      each<kCount>([&](int j) {
+        if (missing_rank < 0 && is_empty(part[j])) missing_rank = first + j;
+      });
       if (missing_rank >= 0 && must_give_up(missing_rank, token, since)) broken_ = 1;
     }
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      if (!is_empty(part[j])) continue;
-#pragma unroll
-      for (Vec16& v : part[j].v) v = filled(kNanWord);
-    }
+    each<kCount>([&](int j) {
+      if (is_empty(part[j])) part[j] = filled_payload(kNanWord);
+    });
   }
 
   __device__ __forceinline__ static bool is_empty(const Payload& payload) {

@@ -12,6 +12,15 @@ inline constexpr int kElementsOf = D == DType::kFloat32 ? 4 : 8;  // in 16 bytes
 inline constexpr int kElements = kElementsOf<kDType>;                     // of a vector of T
 inline constexpr int kWireVectors = kElements / kElementsOf<kCommDType>;  // 1, or 2 when T grows
 
+// body(0), body(1), ...: a loop that no compiler leaves rolled, where registers are indexed.
+template <int kCount, int kFirst = 0, class Body>
+__device__ __forceinline__ void each(const Body& body) {
+  if constexpr (kFirst < kCount) {
+    body(kFirst);
+    each<kCount, kFirst + 1>(body);
+  }
+}
+
 template <DType D>
 __device__ __forceinline__ void unpack(const Vec16& v, float* x) {
 #pragma unroll
