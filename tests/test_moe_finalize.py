@@ -55,7 +55,11 @@ RANDOM: list[tuple[tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "options"),
-    [(size, sizes, options) for sizes, options, counts in RANDOM for size in worlds(*counts)],
+    [
+        (size, sizes, options)
+        for sizes, options, counts in RANDOM
+        for size in worlds(*counts, mpi_up_to=max(3, *counts))
+    ],
     indirect=["ranks"],
 )
 def test_random(ranks: Ranks, sizes: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -344,7 +348,7 @@ def test_launch_options_change_no_bits(ranks: Ranks, pdl: bool, at_end: bool) ->
             ((64, 7168, 6, BF16, None), (2,)),
             ((7, 16384, 6, BF16, F32), (2,)),
         )
-        for size in worlds(*counts)
+        for size in worlds(*counts, mpi_up_to=max(3, *counts))
     ],
     indirect=["ranks"],
 )
