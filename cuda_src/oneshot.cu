@@ -1,7 +1,7 @@
 // One-shot: every rank sends its part of every token to every peer and sums all parts itself.
 #include <moe_ar/epilogue.cuh>
-#include <moe_ar/finalize.cuh>
 #include <moe_ar/lamport.cuh>
+#include <moe_ar/producer.cuh>
 #include <moe_ar/rmsnorm.cuh>
 
 namespace moe_ar {
@@ -31,13 +31,6 @@ struct Placement {
 template <int kVectors>
 inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
 
-template <int kInFlight>
-__device__ __forceinline__ Payload produce(const Finalize<kInFlight>& finalize, u32 ahead = 0) {
-  float partial[kElements];
-  finalize(ahead, partial);
-  return to_wire(partial);
-}
-
 // A cluster holds one row, a thread `kVectors` vectors of it in registers: nothing but what a
 // decode step needs.
 template <int kVectors>
@@ -47,7 +40,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   const int column = ptx::settled(group * 32 + at.lane);
   const int step = ptx::settled(at.group_step * 32);  // columns to the thread's next vector
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, group);
-  const Finalize<8> finalize(p, at.cluster, column);
+  const Part<8> part(p, at.cluster, column);
   const u64 offset = ptx::settled(row_offset(p, at.cluster, column));
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
@@ -58,7 +51,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   Gamma gamma[kVectors] = {};
   each<kVectors>([&](int v) {
     if (column + v * step >= p.row_vectors) return;
-    own[v] = produce(finalize, v * step * sizeof(Vec16));
+    own[v] = produce(part, v * step * sizeof(Vec16));
     session.push(at.cluster, column + v * step, own[v]);
   });
   each<kVectors>([&](int v) {
@@ -107,10 +100,10 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     Payload own[kVectors];
     each<kVectors>([&](int v) { own[v] = ahead[v]; });
     if (next < p.token_num) {
-      const Finalize<4> finalize(p, next, column);
+      const Part<4> part(p, next, column);
       each<kVectors>([&](int v) {
         if (column + v * step >= p.row_vectors) return;
-        ahead[v] = produce(finalize, v * step * sizeof(Vec16));
+        ahead[v] = produce(part, v * step * sizeof(Vec16));
         session.push(next, column + v * step, ahead[v]);
       });
     }
@@ -160,7 +153,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
       if (column >= p.row_vectors) continue;
-      const Payload own = produce(Finalize<4>(p, token, column));
+      const Payload own = produce(Part<4>(p, token, column));
       session.push(token, column, own);
       session.keep(token, column, own);
     }

@@ -9,7 +9,14 @@ from .errors import (
     UnsupportedError,
     WorkspaceError,
 )
-from .ops import moe_finalize_allreduce_fusion
+from .ops import (
+    allgather_residual_rmsnorm,
+    allreduce_fusion,
+    moe_finalize_allreduce_fusion,
+    moe_finalize_reduce_scatter,
+    moe_reduction_allreduce_fusion,
+    reduce_scatter,
+)
 from .plan import LaunchShape
 from .types import DType
 from .workspace import Workspace
@@ -25,7 +32,12 @@ __all__ = [
     "UnsupportedError",
     "Workspace",
     "WorkspaceError",
+    "allgather_residual_rmsnorm",
+    "allreduce_fusion",
     "moe_finalize_allreduce_fusion",
+    "moe_finalize_reduce_scatter",
+    "moe_reduction_allreduce_fusion",
+    "reduce_scatter",
 ]
 
 __version__ = "0.1.0"

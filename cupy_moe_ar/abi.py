@@ -10,6 +10,7 @@ __all__ = [
     "MAX_GRID_BLOCKS",
     "MAX_RANKS",
     "MAX_ROW_BYTES",
+    "MAX_WIRE_ROW_BYTES",
     "SENTINEL",
     "SLAB_HEADER_BYTES",
     "SLAB_PROBE_OFFSET",
@@ -28,6 +29,7 @@ MAX_GRID_BLOCKS = 2048
 VECTOR_BYTES = 16
 GROUP_VECTORS = 32
 MAX_ROW_BYTES = 128 * GROUP_VECTORS * VECTOR_BYTES
+MAX_WIRE_ROW_BYTES = 2 * MAX_ROW_BYTES  # 16-bit rows that travel as float32
 SENTINEL = 0x80000000
 SLAB_HEADER_BYTES = 4096
 SLAB_PROBE_OFFSET = 2048  # one 64-bit word a writer, used by the host's probe
@@ -104,14 +106,19 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def epoch_bytes(world_size: int, payload_bytes: int) -> int:
-    """Return the bytes of one epoch's slots.
+def epoch_bytes(world_size: int, oneshot_bytes: int, payload_bytes: int) -> int:
+    """Return the bytes of one epoch's slots, which serve every protocol.
 
     Args:
         world_size: Number of ranks; each writes into slots of its own.
-        payload_bytes: Most bytes that one rank sends in a launch (tokens x hidden x wire item).
+        oneshot_bytes: Most bytes (tokens x hidden_dim x wire item) of a call by one-shot, which has
+            a slot for each rank and token.
+        payload_bytes: Most bytes of any call. Two-shot has a slot for each rank and token that this
+            rank owns, and one for the total of each token; shares of equal length leave less than
+            a row for each rank empty.
     """
-    return _round_up(world_size * payload_bytes, 256)
+    ragged = (world_size - 1) * min(payload_bytes, MAX_WIRE_ROW_BYTES)
+    return _round_up(max(world_size * oneshot_bytes, 2 * payload_bytes + ragged), 256)
 
 
 def slab_bytes(epoch: int) -> int:

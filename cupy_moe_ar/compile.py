@@ -35,6 +35,7 @@ from .types import DType
 __all__ = [
     "CPU",
     "CUDA_TARGETS",
+    "OPERATIONS",
     "Variant",
     "compile_all",
     "compile_cpu",
@@ -47,8 +48,16 @@ __all__ = [
 CPU = "cpu"
 CUDA_TARGETS = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
-_PRODUCERS = {"moe_finalize": 0}
-_PROTOCOLS = ("oneshot",)
+OPERATIONS = {
+    "moe_finalize": ("oneshot",),
+    "moe_reduction": ("oneshot",),
+    "allreduce": ("oneshot",),
+}
+"""Names of operations, and the protocols that each of them has."""
+
+# config.cuh's numbers.
+_PRODUCERS = {"moe_finalize": 0, "moe_finalize_reduce_scatter": 0, "moe_reduction": 2}  # else 1
+_PROTOCOLS = {"oneshot": 0, "twoshot": 1, "reduce_scatter": 2, "allgather": 3}
 _DTYPES = {DType.BFLOAT16: 0, DType.FLOAT16: 1, DType.FLOAT32: 2}
 # Bits are part of the contract: no contraction, no flush to zero, no approximate division.
 _NVRTC_FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
@@ -65,8 +74,8 @@ class Variant:
     """What is fixed when a kernel module is compiled; everything else is a run-time parameter.
 
     Attributes:
-        operation: What feeds the all-reduce: `moe_finalize`.
-        protocol: `oneshot`; names the source file.
+        operation: One of `OPERATIONS`.
+        protocol: One of the operation's.
         dtype: Element type of activations and outputs.
         comm_dtype: Element type that travels between ranks.
         world_size: Number of ranks.
@@ -81,13 +90,16 @@ class Variant:
     @property
     def source(self) -> str:
         """Source file, relative to `sources()`."""
-        return f"{self.protocol}.cu"
+        return "oneshot.cu" if self.protocol == "oneshot" else "twoshot.cu"
 
     @property
     def kernel_name(self) -> str:
         """Name of the module, such as `moe_finalize_oneshot_bf16_w2`; profilers show it."""
         wire = "" if self.comm_dtype is self.dtype else f"_{self.comm_dtype.short}wire"
-        return f"{self.operation}_{self.protocol}_{self.dtype.short}{wire}_w{self.world_size}"
+        name = self.operation
+        if not name.endswith(self.protocol):
+            name += f"_{self.protocol}"
+        return f"{name}_{self.dtype.short}{wire}_w{self.world_size}"
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -98,7 +110,8 @@ class Variant:
     def defines(self) -> dict[str, str]:
         """Macros that `config.cuh` reads."""
         return {
-            "MOE_AR_PRODUCER": str(_PRODUCERS[self.operation]),
+            "MOE_AR_PRODUCER": str(_PRODUCERS.get(self.operation, 1)),
+            "MOE_AR_PROTOCOL": str(_PROTOCOLS[self.protocol]),
             "MOE_AR_DTYPE": str(_DTYPES[self.dtype]),
             "MOE_AR_COMM_DTYPE": str(_DTYPES[self.comm_dtype]),
             "MOE_AR_WORLD_SIZE": str(self.world_size),

@@ -77,8 +77,10 @@ class CpuBackend:
                 raise CompileError(f"cannot load {path}: {error}") from error
             self._libraries[variant].moe_ar_emulator_error.restype = ctypes.c_char_p
         # Clusters run one after the other: the grid is as wide as anyone likes.
-        shapes = dict.fromkeys(all_shapes(), 1 << 20)
-        return dict.fromkeys(variants, shapes)
+        return {
+            variant: {shape: 1 << 20 for shape in all_shapes() if shape.kernel in variant.kernels}
+            for variant in variants
+        }
 
     def limits(self, resident: dict[LaunchShape, int]) -> KernelLimits:
         """Wrap the group's minimum; the emulator has as many SMs as a large GPU."""

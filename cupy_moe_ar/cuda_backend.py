@@ -157,7 +157,7 @@ class CudaBackend:
         largest = max_cluster_size(kernels["row"], abi.MAX_BLOCK_THREADS) if clusters_exist else 1
         resident = {}
         for shape in all_shapes():
-            if shape.cluster_blocks > largest:
+            if shape.cluster_blocks > largest or shape.kernel not in kernels:
                 continue
             kernel = kernels[shape.kernel]
             if shape.cluster_blocks == 1:

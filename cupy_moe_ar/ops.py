@@ -6,13 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 from .arrays import CPU, current_stream, stream_handle
-from .call import Call, Home, describe_moe_finalize
+from .call import (
+    Call,
+    describe_allgather,
+    describe_allreduce,
+    describe_moe_finalize,
+    describe_moe_finalize_reduce_scatter,
+    describe_moe_reduction,
+    describe_reduce_scatter,
+)
+from .checks import Home
 from .errors import ArgumentError
 from .plan import LaunchShape
 from .types import DType
 from .workspace import Workspace
 
-__all__ = ["moe_finalize_allreduce_fusion"]
+__all__ = [
+    "allgather_residual_rmsnorm",
+    "allreduce_fusion",
+    "moe_finalize_allreduce_fusion",
+    "moe_finalize_reduce_scatter",
+    "moe_reduction_allreduce_fusion",
+    "reduce_scatter",
+]
 
 
 def moe_finalize_allreduce_fusion(
@@ -32,6 +48,7 @@ def moe_finalize_allreduce_fusion(
     norm_out: Any = None,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
+    use_oneshot: bool | None = None,
     launch_with_pdl: bool = False,
     trigger_completion_at_end: bool = True,
     launch_shape: LaunchShape | None = None,
@@ -75,6 +92,9 @@ def moe_finalize_allreduce_fusion(
             each may be exactly `residual_in` or `shared_expert_output`.
         dtype: T, for arrays whose library has no name for it; None is the workspace's.
         comm_dtype: C: T or float32; None is the workspace's.
+        use_oneshot: True: every rank sends its part of every token to every peer; False: to the
+            token's owner, which sends the total to every peer; None: the faster of the two, by
+            bytes, world size and capacity. Never changes bits.
         launch_with_pdl: Start before the previous kernel of the stream has ended (programmatic
             dependent launch, sm_90 and newer); what that kernel wrote is waited for.
         trigger_completion_at_end: Let the next kernel start when this one's outputs are written;
@@ -92,34 +112,428 @@ def moe_finalize_allreduce_fusion(
         WorkspaceError: The workspace is closed, or not prepared for these dtypes.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
-    function = "moe_finalize_allreduce_fusion"
+    _launch(
+        "moe_finalize_allreduce_fusion",
+        describe_moe_finalize,
+        workspace,
+        {
+            "allreduce_in": allreduce_in,
+            "expanded_idx_to_permuted_idx": expanded_idx_to_permuted_idx,
+            "expert_scale_factor": expert_scale_factor,
+            "shared_expert_output": shared_expert_output,
+            "routed_scaling_factor": routed_scaling_factor,
+            "residual_in": residual_in,
+            "rms_gamma": rms_gamma,
+            "rms_eps": rms_eps,
+            "weight_bias": weight_bias,
+            "allreduce_out": allreduce_out,
+            "residual_out": residual_out,
+            "norm_out": norm_out,
+            "dtype": dtype,
+            "comm_dtype": comm_dtype,
+            "use_oneshot": use_oneshot,
+            "trigger_completion_at_end": trigger_completion_at_end,
+        },
+        launch_with_pdl=launch_with_pdl,
+        launch_shape=launch_shape,
+        stream=stream,
+    )
+
+
+def allreduce_fusion(
+    allreduce_in: Any,
+    workspace: Workspace,
+    *,
+    residual_in: Any = None,
+    rms_gamma: Any = None,
+    rms_eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    allreduce_out: Any = None,
+    residual_out: Any = None,
+    norm_out: Any = None,
+    dtype: DType | str | None = None,
+    comm_dtype: DType | str | None = None,
+    use_oneshot: bool | None = None,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    launch_shape: LaunchShape | None = None,
+    stream: Any = None,
+) -> None:
+    """Sum over ranks, add the residual, take the RMSNorm; in one launch.
+
+    With T the activation dtype and C the wire dtype, for every token t:
+
+        total           = T(sum over r of C(allreduce_in of rank r)[t])   float32, ranks in order
+        residual_out[t] = T(total + residual_in[t])
+        norm_out[t]     = T(residual_out[t] * (weight_bias + rms_gamma)
+                            / sqrt(mean(residual_out[t]**2) + rms_eps))
+
+    With C = float32 and a 16-bit T the total stays float32 up to the residual add. Every rank gets
+    the same bits, and a token's bits depend on nothing but its inputs. Method after FlashInfer's
+    `allreduce_fusion`, with float32 sums; which outputs are given selects the pattern.
+
+    Args:
+        allreduce_in: T `[token_num, hidden_dim]`: this rank's part.
+        workspace: Of the group that sums; every rank calls with the same shapes and options.
+        residual_in: T `[token_num, hidden_dim]`, the same on every rank; None adds nothing.
+        rms_gamma: T or float32 `[hidden_dim]`, the same on every rank; needed for `norm_out`.
+        rms_eps: Added to the mean of squares.
+        weight_bias: Added to gamma: 1 for models that store gamma - 1 (Gemma, Qwen3.5).
+        allreduce_out: T `[token_num, hidden_dim]`, written: the total.
+        residual_out: T `[token_num, hidden_dim]`, written.
+        norm_out: T `[token_num, hidden_dim]`, written. Outputs may be None, but not all of them;
+            each may be exactly `allreduce_in` or `residual_in`.
+        dtype: T, for arrays whose library has no name for it; None is the workspace's.
+        comm_dtype: C: T or float32; None is the workspace's.
+        use_oneshot: As `moe_finalize_allreduce_fusion`.
+        launch_with_pdl: As `moe_finalize_allreduce_fusion`, and so the next three.
+        trigger_completion_at_end: When the next kernel may start.
+        launch_shape: Forces a launch, for measuring.
+        stream: Where to launch.
+
+    `token_num` 0 returns at once. Arrays are as `moe_finalize_allreduce_fusion` takes them.
+
+    Raises:
+        ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
+        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        PeerTimeoutError: An earlier launch gave up waiting for a peer.
+    """
+    _launch(
+        "allreduce_fusion",
+        describe_allreduce,
+        workspace,
+        {
+            "allreduce_in": allreduce_in,
+            "residual_in": residual_in,
+            "rms_gamma": rms_gamma,
+            "rms_eps": rms_eps,
+            "weight_bias": weight_bias,
+            "allreduce_out": allreduce_out,
+            "residual_out": residual_out,
+            "norm_out": norm_out,
+            "dtype": dtype,
+            "comm_dtype": comm_dtype,
+            "use_oneshot": use_oneshot,
+            "trigger_completion_at_end": trigger_completion_at_end,
+        },
+        launch_with_pdl=launch_with_pdl,
+        launch_shape=launch_shape,
+        stream=stream,
+    )
+
+
+def moe_reduction_allreduce_fusion(
+    moe_reduction_active_experts_token_input: Any,
+    workspace: Workspace,
+    *,
+    moe_reduction_scale_input: Any,
+    moe_reduction_token_input: Any = None,
+    residual_in: Any = None,
+    rms_gamma: Any = None,
+    rms_eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    moe_allreduce_out: Any = None,
+    residual_out: Any = None,
+    norm_out: Any = None,
+    dtype: DType | str | None = None,
+    comm_dtype: DType | str | None = None,
+    use_oneshot: bool | None = None,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    launch_shape: LaunchShape | None = None,
+    stream: Any = None,
+) -> None:
+    """Sum over own experts, then over ranks, add the residual, take the RMSNorm; in one launch.
+
+    For small batches, where every active expert of a rank computes every token. On every rank r:
+
+        reduced = sum over e of moe_reduction_scale_input[e, t]
+                                * moe_reduction_active_experts_token_input[e, t]         (float32)
+        partial = C(reduced + moe_reduction_token_input[t])
+
+    and from there on as `allreduce_fusion`. Method and argument names after FlashInfer's
+    `trtllm_moe_allreduce_fusion`, which adds in 16 bits; here all sums are float32. The number of
+    experts is a dimension of the input, not an argument.
+
+    Args:
+        moe_reduction_active_experts_token_input: T `[num_experts, token_num, hidden_dim]`: what
+            each active expert of this rank made of each token. `num_experts` may differ between
+            ranks, and be 0.
+        workspace: Of the group that sums; every rank calls with the same shapes and options.
+        moe_reduction_scale_input: float32 `[num_experts, token_num]`: weight of an expert for a
+            token; 0 for one that the token is not routed to.
+        moe_reduction_token_input: T `[token_num, hidden_dim]`: this rank's *partial* of the shared
+            expert, summed over ranks; None adds nothing, on some ranks only if need be.
+        residual_in: T `[token_num, hidden_dim]`, the same on every rank; None adds nothing.
+        rms_gamma: T or float32 `[hidden_dim]`, the same on every rank; needed for `norm_out`.
+        rms_eps: Added to the mean of squares.
+        weight_bias: Added to gamma: 1 for models that store gamma - 1 (Gemma, Qwen3.5).
+        moe_allreduce_out: T `[token_num, hidden_dim]`, written: the total.
+        residual_out: T `[token_num, hidden_dim]`, written.
+        norm_out: T `[token_num, hidden_dim]`, written. Outputs may be None, but not all of them;
+            each may be exactly `residual_in` or `moe_reduction_token_input`.
+        dtype: T, for arrays whose library has no name for it; None is the workspace's.
+        comm_dtype: C: T or float32; None is the workspace's.
+        use_oneshot: As `moe_finalize_allreduce_fusion`.
+        launch_with_pdl: As `moe_finalize_allreduce_fusion`, and so the next three.
+        trigger_completion_at_end: When the next kernel may start.
+        launch_shape: Forces a launch, for measuring.
+        stream: Where to launch.
+
+    `token_num` 0 returns at once. Arrays are as `moe_finalize_allreduce_fusion` takes them.
+
+    Raises:
+        ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
+        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        PeerTimeoutError: An earlier launch gave up waiting for a peer.
+    """
+    _launch(
+        "moe_reduction_allreduce_fusion",
+        describe_moe_reduction,
+        workspace,
+        {
+            "moe_reduction_active_experts_token_input": moe_reduction_active_experts_token_input,
+            "moe_reduction_scale_input": moe_reduction_scale_input,
+            "moe_reduction_token_input": moe_reduction_token_input,
+            "residual_in": residual_in,
+            "rms_gamma": rms_gamma,
+            "rms_eps": rms_eps,
+            "weight_bias": weight_bias,
+            "moe_allreduce_out": moe_allreduce_out,
+            "residual_out": residual_out,
+            "norm_out": norm_out,
+            "dtype": dtype,
+            "comm_dtype": comm_dtype,
+            "use_oneshot": use_oneshot,
+            "trigger_completion_at_end": trigger_completion_at_end,
+        },
+        launch_with_pdl=launch_with_pdl,
+        launch_shape=launch_shape,
+        stream=stream,
+    )
+
+
+def moe_finalize_reduce_scatter(
+    allreduce_in: Any,
+    workspace: Workspace,
+    *,
+    expanded_idx_to_permuted_idx: Any,
+    expert_scale_factor: Any = None,
+    shared_expert_output: Any = None,
+    routed_scaling_factor: float = 1.0,
+    reduce_scatter_out: Any,
+    dtype: DType | str | None = None,
+    comm_dtype: DType | str | None = None,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    launch_shape: LaunchShape | None = None,
+    stream: Any = None,
+) -> None:
+    """Finalize a MoE layer and sum over ranks, each rank the tokens it owns; in one launch.
+
+    The first half of `moe_finalize_allreduce_fusion(use_oneshot=False)`:
+    `allgather_residual_rmsnorm` is the other. For layers whose tokens are spread over ranks
+    (sequence parallelism), or to reduce over hosts in between. A rank owns the tokens
+    `workspace.share(token_num)`: a run, of equal lengths or one token more, empty where there are
+    fewer tokens than ranks.
+
+        reduce_scatter_out[i] = T(sum over r of partial[share.start + i])
+
+    with `partial` as in `moe_finalize_allreduce_fusion`. With a wire of T the two halves give the
+    bits of the whole; with one of float32 the total is rounded to T in between.
+
+    Args:
+        allreduce_in: T `[num_permuted_rows, hidden_dim]`: this rank's expert outputs in permuted,
+            padded order. Rows that no index names are not read.
+        workspace: Of the group that sums; every rank calls with the same shapes and options.
+        expanded_idx_to_permuted_idx: int32 `[token_num, top_k]`: row of each route; an index
+            outside 0..num_permuted_rows-1 (such as -1) skips the route, its scale included.
+        expert_scale_factor: T or float32 `[token_num, top_k]`: router weights; None is 1.
+        shared_expert_output: T `[token_num, hidden_dim]`: this rank's *partial* output of the
+            shared expert, for all tokens.
+        routed_scaling_factor: Multiplies the routed sum.
+        reduce_scatter_out: T `[share, hidden_dim]`, written: totals of the own tokens. Overlaps
+            nothing.
+        dtype: T, for arrays whose library has no name for it; None is the workspace's.
+        comm_dtype: C: T or float32; None is the workspace's.
+        launch_with_pdl: As `moe_finalize_allreduce_fusion`, and so the next three.
+        trigger_completion_at_end: When the next kernel may start.
+        launch_shape: Forces a launch, for measuring.
+        stream: Where to launch.
+
+    `token_num` 0 returns at once. Arrays are as `moe_finalize_allreduce_fusion` takes them.
+
+    Raises:
+        ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
+        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        PeerTimeoutError: An earlier launch gave up waiting for a peer.
+    """
+    _launch(
+        "moe_finalize_reduce_scatter",
+        describe_moe_finalize_reduce_scatter,
+        workspace,
+        {
+            "allreduce_in": allreduce_in,
+            "expanded_idx_to_permuted_idx": expanded_idx_to_permuted_idx,
+            "expert_scale_factor": expert_scale_factor,
+            "shared_expert_output": shared_expert_output,
+            "routed_scaling_factor": routed_scaling_factor,
+            "reduce_scatter_out": reduce_scatter_out,
+            "dtype": dtype,
+            "comm_dtype": comm_dtype,
+            "trigger_completion_at_end": trigger_completion_at_end,
+        },
+        launch_with_pdl=launch_with_pdl,
+        launch_shape=launch_shape,
+        stream=stream,
+    )
+
+
+def reduce_scatter(
+    allreduce_in: Any,
+    workspace: Workspace,
+    *,
+    reduce_scatter_out: Any,
+    dtype: DType | str | None = None,
+    comm_dtype: DType | str | None = None,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    launch_shape: LaunchShape | None = None,
+    stream: Any = None,
+) -> None:
+    """Sum over ranks, each rank the tokens it owns; in one launch.
+
+    The first half of `allreduce_fusion(use_oneshot=False)`; see `moe_finalize_reduce_scatter` for
+    who owns what.
+
+        reduce_scatter_out[i] = T(sum over r of C(allreduce_in of rank r)[share.start + i])
+
+    Args:
+        allreduce_in: T `[token_num, hidden_dim]`: this rank's part of all tokens.
+        workspace: Of the group that sums; every rank calls with the same shapes and options.
+        reduce_scatter_out: T `[share, hidden_dim]`, written: totals of the own tokens. Overlaps
+            nothing.
+        dtype: T, for arrays whose library has no name for it; None is the workspace's.
+        comm_dtype: C: T or float32; None is the workspace's.
+        launch_with_pdl: As `moe_finalize_allreduce_fusion`, and so the next three.
+        trigger_completion_at_end: When the next kernel may start.
+        launch_shape: Forces a launch, for measuring.
+        stream: Where to launch.
+
+    `token_num` 0 returns at once. Arrays are as `moe_finalize_allreduce_fusion` takes them.
+
+    Raises:
+        ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
+        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        PeerTimeoutError: An earlier launch gave up waiting for a peer.
+    """
+    _launch(
+        "reduce_scatter",
+        describe_reduce_scatter,
+        workspace,
+        {
+            "allreduce_in": allreduce_in,
+            "reduce_scatter_out": reduce_scatter_out,
+            "dtype": dtype,
+            "comm_dtype": comm_dtype,
+            "trigger_completion_at_end": trigger_completion_at_end,
+        },
+        launch_with_pdl=launch_with_pdl,
+        launch_shape=launch_shape,
+        stream=stream,
+    )
+
+
+def allgather_residual_rmsnorm(
+    allgather_in: Any,
+    workspace: Workspace,
+    *,
+    residual_in: Any = None,
+    rms_gamma: Any = None,
+    rms_eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    allgather_out: Any = None,
+    residual_out: Any = None,
+    norm_out: Any = None,
+    dtype: DType | str | None = None,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    launch_shape: LaunchShape | None = None,
+    stream: Any = None,
+) -> None:
+    """Gather every rank's tokens, add the residual, take the RMSNorm; in one launch.
+
+    The second half of the all-reduces with `use_oneshot=False`; see `moe_finalize_reduce_scatter`
+    for who owns what. Rows travel as T; -0.0 arrives as +0.0.
+
+    Args:
+        allgather_in: T `[share, hidden_dim]`: rows of the tokens `workspace.share(token_num)`.
+        workspace: Of the group that gathers; every rank calls with the same shapes and options.
+        residual_in: T `[token_num, hidden_dim]`, the same on every rank; None adds nothing.
+        rms_gamma: T or float32 `[hidden_dim]`, the same on every rank; needed for `norm_out`.
+        rms_eps: Added to the mean of squares.
+        weight_bias: Added to gamma: 1 for models that store gamma - 1 (Gemma, Qwen3.5).
+        allgather_out: T `[token_num, hidden_dim]`, written: the rows of all ranks.
+        residual_out: T `[token_num, hidden_dim]`, written: rows + residual_in.
+        norm_out: T `[token_num, hidden_dim]`, written: the norm of residual_out. Outputs may be
+            None, but not all of them; each may be exactly `residual_in`.
+        dtype: T, for arrays whose library has no name for it; None is the workspace's.
+        launch_with_pdl: As `moe_finalize_allreduce_fusion`, and so the next three.
+        trigger_completion_at_end: When the next kernel may start.
+        launch_shape: Forces a launch, for measuring.
+        stream: Where to launch.
+
+    `token_num` 0 returns at once. Arrays are as `moe_finalize_allreduce_fusion` takes them.
+
+    Raises:
+        ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
+        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        PeerTimeoutError: An earlier launch gave up waiting for a peer.
+    """
+    _launch(
+        "allgather_residual_rmsnorm",
+        describe_allgather,
+        workspace,
+        {
+            "allgather_in": allgather_in,
+            "residual_in": residual_in,
+            "rms_gamma": rms_gamma,
+            "rms_eps": rms_eps,
+            "weight_bias": weight_bias,
+            "allgather_out": allgather_out,
+            "residual_out": residual_out,
+            "norm_out": norm_out,
+            "dtype": dtype,
+            "trigger_completion_at_end": trigger_completion_at_end,
+        },
+        launch_with_pdl=launch_with_pdl,
+        launch_shape=launch_shape,
+        stream=stream,
+    )
+
+
+def _launch(
+    function: str,
+    describe: Callable[..., Call],
+    workspace: Workspace,
+    arguments: dict[str, Any],
+    *,
+    launch_with_pdl: bool,
+    launch_shape: LaunchShape | None,
+    stream: Any,
+) -> None:
+    """Check, then launch on the stream of the first of `arguments` unless one is given."""
     home = workspace.home(function)
+    source = next(iter(arguments))
     handle = 0
 
-    def describe() -> Call:
+    def described() -> Call:
         nonlocal handle
-        call = describe_moe_finalize(
-            home,
-            allreduce_in=allreduce_in,
-            expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx,
-            expert_scale_factor=expert_scale_factor,
-            shared_expert_output=shared_expert_output,
-            routed_scaling_factor=routed_scaling_factor,
-            residual_in=residual_in,
-            rms_gamma=rms_gamma,
-            rms_eps=rms_eps,
-            weight_bias=weight_bias,
-            allreduce_out=allreduce_out,
-            residual_out=residual_out,
-            norm_out=norm_out,
-            dtype=dtype,
-            comm_dtype=comm_dtype,
-            trigger_completion_at_end=trigger_completion_at_end,
-        )
-        handle = _stream(function, home, stream, allreduce_in)
+        call = describe(home, **arguments)
+        handle = _stream(function, home, stream, source, arguments[source])
         return call
 
-    call = _agreed(workspace, function, describe) if workspace.checked else describe()
+    call = _agreed(workspace, function, described) if workspace.checked else described()
     workspace.run(call, stream=handle, launch_with_pdl=launch_with_pdl, launch_shape=launch_shape)
 
 
@@ -134,7 +548,7 @@ def _agreed(workspace: Workspace, function: str, describe: Callable[[], Call]) -
     return call
 
 
-def _stream(function: str, home: Home, stream: Any, array: Any) -> int:
+def _stream(function: str, home: Home, stream: Any, source: str, array: Any) -> int:
     if home.device == CPU:
         if stream is not None:
             raise ArgumentError(function, [f"stream must be None on the CPU; got {stream!r}"])
@@ -147,8 +561,8 @@ def _stream(function: str, home: Home, stream: Any, array: Any) -> int:
         raise ArgumentError(
             function,
             [
-                "stream must be given, since allreduce_in is neither a CuPy nor a PyTorch array "
-                f"but {type(array).__name__}"
+                f"stream must be given, since {source} is neither a CuPy nor a PyTorch array but "
+                f"{type(array).__name__}"
             ],
         )
     return handle

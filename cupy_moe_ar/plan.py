@@ -17,13 +17,20 @@ __all__ = [
     "LaunchShape",
     "RowPlan",
     "all_shapes",
+    "choose_oneshot",
+    "crossover_bytes",
     "launch_shapes",
     "plan_rows",
+    "share_of",
 ]
 
 CLUSTER_SIZES = (1, 2, 4, 8)
 KERNELS = ("row", "row2", "rows", "rows2", "long")
 _WARP = 32
+# Two-shot waits for the link twice, and each rank sends 2 / world_size of what one-shot sends.
+_HOP_US = 1.6  # what the second time costs, H200
+_LINK_BYTES_PER_US = 366_000  # what one rank's stores to its peers reach, H200
+_TWO_RANKS_BYTES = 512 * 7168 * 2  # both send the same; measured
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,32 @@ class KernelLimits:
         return min(self.resident_clusters.get(shape, 0), MAX_GRID_BLOCKS // shape.cluster_blocks)
 
 
+def crossover_bytes(world_size: int) -> int:
+    """Return the payload (tokens x hidden_dim x wire item) up to which one-shot is the faster.
+
+    One-shot sends it to every peer. Two-shot sends `1 / world_size` of it to every peer, twice, and
+    waits a second time.
+    """
+    if world_size > 0 or world_size == 1:
+        return 1 << 62
+    if world_size == 2:
+        return _TWO_RANKS_BYTES
+    saved = (world_size - 1) * (1 - 2 / world_size)  # payloads sent
+    return int(_HOP_US * _LINK_BYTES_PER_US / saved)
+
+
+def choose_oneshot(payload_bytes: int, world_size: int, oneshot_bytes: int) -> bool:
+    """Whether one-shot, which takes `oneshot_bytes` at most, serves a call; else two-shot does."""
+    return payload_bytes <= min(oneshot_bytes, crossover_bytes(world_size))
+
+
+def share_of(rank: int, world_size: int, token_num: int) -> range:
+    """Return the tokens that a rank owns in two-shot: a run, of equal lengths or one token more."""
+    base, extra = divmod(token_num, world_size)
+    begin = rank * base + min(rank, extra)
+    return range(begin, begin + base + (rank < extra))
+
+
 def launch_shapes(row_vectors: int) -> list[LaunchShape]:
     """Return every shape that can hold a row of `row_vectors` 16-byte vectors."""
     groups = -(-row_vectors // GROUP_VECTORS)
@@ -96,13 +129,25 @@ def all_shapes() -> list[LaunchShape]:
 
 
 def plan_rows(
-    token_num: int, row_vectors: int, limits: KernelLimits, shape: LaunchShape | None = None
+    token_num: int,
+    row_vectors: int,
+    limits: KernelLimits,
+    shape: LaunchShape | None = None,
+    *,
+    protocol: str = "oneshot",
+    world_size: int = 1,
 ) -> RowPlan:
     """Choose the launch for `token_num` rows; `shape` forces one of `launch_shapes`.
+
+    Where tokens have owners, a cluster's tokens take the owners in turn as long as the number of
+    clusters is a multiple of theirs. In the halves of two-shot ranks without a token have an item
+    to greet by.
 
     Raises:
         ValueError: `shape` cannot hold so many or such rows, or cannot be launched here.
     """
+    if protocol in ("reduce_scatter", "allgather"):
+        token_num = max(token_num, world_size)
     candidates = [
         candidate
         for candidate in launch_shapes(row_vectors)
@@ -112,8 +157,11 @@ def plan_rows(
         shape = _choose(candidates)
     elif shape not in candidates:
         raise ValueError(f"launch_shape must be one of {candidates}; got {shape}")
-    rounds = -(-token_num // limits.clusters(shape))
+    most = limits.clusters(shape)
+    rounds = -(-token_num // most)
     clusters = -(-token_num // rounds)  # the same number of rows each, or one less
+    if protocol != "oneshot" and clusters < token_num:
+        clusters = min(-(-clusters // world_size), most // world_size) * world_size or clusters
     return RowPlan(shape, clusters * shape.cluster_blocks)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "errors",
     "finish",
     "moe_finalize",
+    "moe_reduction",
     "numpy_dtype",
     "round_to",
     "rounding_floor",
@@ -186,6 +187,34 @@ def moe_finalize(
             block *= routed_scaling_factor
             if shared_expert_output is not None:
                 block += shared_expert_output[tokens].astype(np.float64)
+    return partial
+
+
+def moe_reduction(active_experts: Array, scale: Array, token_input: Array | None) -> Float64Array:
+    """Compute one rank's partial of the sum over its experts, not rounded.
+
+    Args:
+        active_experts: `[num_experts, token_num, hidden_dim]`, any floating-point type.
+        scale: `[num_experts, token_num]`.
+        token_input: `[token_num, hidden_dim]`, this rank's part of it; None is 0.
+
+    Returns:
+        float64 `[token_num, hidden_dim]`.
+
+    Raises:
+        ValueError: A shape does not fit; the message names it.
+    """
+    if active_experts.ndim != 3:
+        raise ValueError(f"active_experts must have 3 dimensions; got shape {active_experts.shape}")
+    _require_shape("scale", scale, active_experts.shape[:2])
+    partial = np.zeros(active_experts.shape[1:])
+    if token_input is not None:
+        _require_shape("token_input", token_input, partial.shape)
+    with _quiet():
+        for rows, weight in zip(active_experts, scale, strict=True):
+            partial += weight[:, None].astype(np.float64) * rows.astype(np.float64)
+        if token_input is not None:
+            partial += token_input.astype(np.float64)
     return partial
 
 

@@ -221,6 +221,7 @@ class CudaSlab:
         word = ctypes.c_uint64(value)
         host_to_device = 1
         self._runtime.memcpy(address, ctypes.addressof(word), 8, host_to_device)
+        self._runtime.deviceSynchronize()  # such a copy may return before it has arrived
 
     def read_words(self, address: int, count: int) -> Sequence[int]:
         """Read 64-bit words of the own slab."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -15,19 +14,18 @@ from typing import Any
 import numpy as np
 
 from . import abi, cuda_backend
-from .abi import Flag
-from .call import ACTIVATIONS, Call, Home, comm_dtype_of, row_problem
-from .compile import Variant
+from .call import Call
+from .checks import ACTIVATIONS, Home, comm_dtype_of, row_problem
+from .compile import OPERATIONS, Variant
 from .cpu_backend import CpuBackend
 from .cuda_backend import CudaBackend
 from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, WorkspaceError
 from .group import Group, as_group, host_identity, run_threads, staged
-from .plan import KernelLimits, LaunchShape, RowPlan, plan_rows
+from .plan import KernelLimits, LaunchShape, RowPlan, crossover_bytes, plan_rows, share_of
 from .types import DType
 
 __all__ = ["Workspace"]
 
-OPERATIONS = ("moe_finalize",)
 _log = logging.getLogger(__name__)
 
 
@@ -35,9 +33,9 @@ class Workspace:
     """Memory that the ranks of a group share, and the kernels that use it.
 
     Building one is collective over the group; so are `prepare` and `close`. Operations take it as
-    an argument and communicate on the device only. One workspace serves every operation, dtype,
-    shape and layer as long as a call's bytes fit, one call after the other, in the same order on
-    every rank. It is a context manager:
+    an argument and communicate on the device only. One workspace serves every operation, protocol,
+    dtype, shape and layer as long as a call's bytes fit, one call after the other, in the same
+    order on every rank. It is a context manager:
 
         with Workspace(comm, max_token_num=128, hidden_dim=7168, dtype="bfloat16") as workspace:
             ...
@@ -50,6 +48,7 @@ class Workspace:
         dtype: Default activation dtype.
         comm_dtype: Default wire dtype.
         max_token_num: As given.
+        max_oneshot_token_num: Most tokens that one-shot serves, of `hidden_dim` and the wire dtype.
         hidden_dim: As given.
         nbytes: Bytes of the slab that this rank shares.
     """
@@ -62,6 +61,8 @@ class Workspace:
         hidden_dim: int,
         dtype: DType | str = DType.BFLOAT16,
         comm_dtype: DType | str | None = None,
+        max_oneshot_token_num: int | None = None,
+        operations: Iterable[str] | None = None,
         device: int | None = None,
         backend: str | None = None,
         timeout_s: float | None = 600.0,
@@ -69,7 +70,7 @@ class Workspace:
     ) -> None:
         """Build a workspace; collective, and on failure the same error on every rank.
 
-        Compiles (once a node, cached on disk), loads and warms up every operation of `dtype`.
+        Compiles (once a node, cached on disk), loads and warms up the operations for `dtype`.
 
         Args:
             comm: An mpi4py communicator or any object with `Get_rank, Get_size, allgather, bcast,
@@ -79,6 +80,12 @@ class Workspace:
             hidden_dim: Elements of a row.
             dtype: bfloat16, float16 or float32: the activations.
             comm_dtype: What travels: None (the activation dtype) or float32.
+            max_oneshot_token_num: Most tokens of a call that one-shot serves; it takes memory for
+                `world_size` times as many, two-shot for twice as many as it has. None is what
+                one-shot is the faster for, or more where that needs no more memory; 0 is none.
+            operations: Names of the operations to prepare: `moe_finalize`, `moe_reduction`,
+                `allreduce`, `moe_finalize_reduce_scatter`, `reduce_scatter`, `allgather`; None is
+                all of them. `prepare` adds others.
             device: CUDA ordinal; None takes the thread's current device or, where the thread has
                 none yet, the local rank modulo the number of visible devices.
             backend: "cuda", "cpu", or "auto": "cuda" where every rank sees a device, else "cpu".
@@ -112,6 +119,14 @@ class Workspace:
             faults.append(str(error))
         if not isinstance(max_token_num, (int, np.integer)) or max_token_num < 1:
             faults.append(f"max_token_num must be a positive integer; got {max_token_num!r}")
+        elif max_oneshot_token_num is not None and not (
+            isinstance(max_oneshot_token_num, (int, np.integer))
+            and 0 <= max_oneshot_token_num <= max_token_num
+        ):
+            faults.append(
+                "max_oneshot_token_num must be None or an integer in 0..max_token_num; "
+                f"got {max_oneshot_token_num!r}"
+            )
         if not 1 <= self.world_size <= abi.MAX_RANKS:
             faults.append(f"comm must have 1 to {abi.MAX_RANKS} ranks; got {self.world_size}")
         source = "MOE_AR_BACKEND" if backend is None else "backend"
@@ -123,13 +138,17 @@ class Workspace:
         if timeout_fault:
             faults.append(timeout_fault)
         same = (int(max_token_num) if not faults else max_token_num, hidden_dim, str(dtype),
-                str(comm_dtype), backend, timeout_s, sm_margin, _source_digest())  # fmt: skip
+                str(comm_dtype), max_oneshot_token_num, backend, timeout_s, sm_margin,
+                _source_digest())  # fmt: skip
         _agree(group, "Workspace", faults, same)
 
         self.max_token_num = int(max_token_num)
         self.hidden_dim = int(hidden_dim)
-        payload = self.max_token_num * self.hidden_dim * self.comm_dtype.itemsize
-        epoch = abi.epoch_bytes(self.world_size, payload)
+        row_bytes = self.hidden_dim * self.comm_dtype.itemsize
+        payload = self.max_token_num * row_bytes
+        oneshot = _oneshot_bytes(self.world_size, row_bytes, payload, max_oneshot_token_num)
+        self.max_oneshot_token_num = oneshot // row_bytes
+        epoch = abi.epoch_bytes(self.world_size, oneshot, payload)
         self.nbytes = abi.slab_bytes(epoch)
         self._home_hosts = group.allgather(host_identity())
         self._backend = self._make_backend(backend, device, sm_margin)
@@ -140,7 +159,10 @@ class Workspace:
             self.device,
             self.dtype,
             self.comm_dtype if comm_dtype is not None else None,
+            self.rank,
+            self.world_size,
             payload,
+            oneshot,
         )
         self._limits: dict[Variant, KernelLimits] = {}
         self._plans: dict[tuple[Variant, int, int, LaunchShape | None], RowPlan] = {}
@@ -151,7 +173,7 @@ class Workspace:
         )
         self._closed = False
         try:
-            self.prepare()
+            self.prepare(operations=operations)
         except BaseException:
             self.close()
             raise
@@ -174,15 +196,18 @@ class Workspace:
         hidden_dim: int,
         dtype: DType | str = DType.BFLOAT16,
         comm_dtype: DType | str | None = None,
+        max_oneshot_token_num: int | None = None,
     ) -> int:
         """Return the bytes that each rank shares in such a workspace; needs no GPU and no group.
 
-        Two epochs of one slot for each rank, token and element of the wire dtype, a header, and
-        rounding to 2 MiB. Exact integer arithmetic: nothing is clamped.
+        Two epochs, each of the larger of what one-shot needs for `max_oneshot_token_num` (a slot
+        for each rank and token) and two-shot for `max_token_num` (two slots for each token), a
+        header, and rounding to 2 MiB. Exact integer arithmetic: nothing is clamped.
         """
-        wire = comm_dtype_of(DType.parse(dtype), comm_dtype)
-        payload = max_token_num * hidden_dim * wire.itemsize
-        return abi.slab_bytes(abi.epoch_bytes(world_size, payload))
+        row_bytes = hidden_dim * comm_dtype_of(DType.parse(dtype), comm_dtype).itemsize
+        payload = max_token_num * row_bytes
+        oneshot = _oneshot_bytes(world_size, row_bytes, payload, max_oneshot_token_num)
+        return abi.slab_bytes(abi.epoch_bytes(world_size, oneshot, payload))
 
     def fits(
         self,
@@ -200,20 +225,28 @@ class Workspace:
             hidden_dim: Elements of a row.
             dtype: Activation dtype; None is the workspace's.
             comm_dtype: Wire dtype; None is the workspace's, or else `dtype`.
-            use_oneshot: None or True: the one-shot protocol, the only one there is.
+            use_oneshot: True: by one-shot; None or False: at all.
 
         Raises:
             ValueError: A dtype is none that the package knows.
         """
-        if use_oneshot is False:
-            return False
         activation = self.dtype if dtype is None else DType.parse(dtype)
         if comm_dtype is None and activation is self.dtype:
             comm_dtype = self.comm_dtype
         wire = comm_dtype_of(activation, comm_dtype)
         if row_problem(hidden_dim, activation) or token_num < 0:
             return False
-        return token_num * hidden_dim * wire.itemsize <= self._home.payload_bytes
+        home = self._home
+        capacity = home.oneshot_bytes if use_oneshot else home.payload_bytes
+        return token_num * hidden_dim * wire.itemsize <= capacity
+
+    def share(self, token_num: int) -> slice:
+        """Return the tokens that this rank owns of `token_num`: a run, maybe an empty one.
+
+        It is what the reduce-scatters write and `allgather_residual_rmsnorm` takes.
+        """
+        tokens = share_of(self.rank, self.world_size, token_num)
+        return slice(tokens.start, tokens.stop)
 
     @classmethod
     def is_supported(
@@ -232,7 +265,12 @@ class Workspace:
             return False, str(error)
         try:
             with cls(
-                group, max_token_num=1, hidden_dim=64, backend=backend, device=device
+                group,
+                max_token_num=1,
+                hidden_dim=64,
+                operations=["moe_finalize"],
+                backend=backend,
+                device=device,
             ) as workspace:
                 words = f"{workspace.backend}, {workspace.world_size} ranks"
             return True, words
@@ -273,7 +311,7 @@ class Workspace:
         *,
         dtype: DType | str | None = None,
         comm_dtype: DType | str | None = None,
-        operations: Iterable[str] = OPERATIONS,
+        operations: Iterable[str] | None = None,
     ) -> None:
         """Compile, load and warm up operations for a dtype, for every shape; collective.
 
@@ -283,7 +321,7 @@ class Workspace:
         Args:
             dtype: Activation dtype; None is the workspace's.
             comm_dtype: Wire dtype; None is the workspace's, or else `dtype`.
-            operations: Names of operations.
+            operations: Names of operations, as the constructor's.
 
         Raises:
             ArgumentError: An argument is wrong.
@@ -299,13 +337,15 @@ class Workspace:
             if comm_dtype is None and activation is self.dtype:
                 comm_dtype = self.comm_dtype
             wire = comm_dtype_of(activation, comm_dtype)
-            operations = tuple(operations)
-            unknown = [name for name in operations if name not in OPERATIONS]
+            names = tuple(OPERATIONS) if operations is None else tuple(operations)
+            unknown = [name for name in names if name not in OPERATIONS]
             if unknown:
-                raise ValueError(f"operations must be among {OPERATIONS}; got {unknown}")
+                raise ValueError(f"operations must be among {tuple(OPERATIONS)}; got {unknown}")
             variants = tuple(
-                Variant(name, "oneshot", activation, wire, self.world_size) for name in operations
-            )
+                Variant(name, protocol, activation, _travels_as(protocol, activation, wire),
+                        self.world_size)
+                for name in names for protocol in OPERATIONS[name]
+            )  # fmt: skip
         except (TypeError, ValueError) as error:
             faults.append(str(error))
         _agree(self._group, "Workspace.prepare", faults, variants)
@@ -403,7 +443,9 @@ class Workspace:
         self.check()
         if call.token_num == 0:
             return
-        variant = Variant(call.operation, "oneshot", call.dtype, call.comm_dtype, self.world_size)
+        variant = Variant(
+            call.operation, call.protocol, call.dtype, call.comm_dtype, self.world_size
+        )
         limits = self._limits.get(variant)
         if limits is None:
             raise WorkspaceError(
@@ -415,7 +457,12 @@ class Workspace:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = plan_rows(
-                call.token_num, call.row_vectors, limits, launch_shape
+                call.token_num,
+                call.row_vectors,
+                limits,
+                launch_shape,
+                protocol=call.protocol,
+                world_size=self.world_size,
             )
         call.fill(self._params)
         self._params.cluster_log2 = plan.shape.cluster_blocks.bit_length() - 1
@@ -436,10 +483,8 @@ class Workspace:
     def agree(self, function: str, faults: Sequence[str], call: Call | None) -> None:
         """Compare a call with the peers' and validate its indices; collective, for debugging."""
         faults = list(faults)
-        same: Any = None
-        if call is not None:
-            same = dataclasses.replace(call, addresses=(), flags=Flag(0), num_permuted_rows=0)
-            address = dict(call.addresses)["route_index"]
+        address = dict(call.addresses)["route_index"] if call else 0
+        if call and address:
             data = self._backend.read(address, 4 * call.token_num * call.top_k)
             index = np.frombuffer(data, np.int32)
             wrong = index[(index < -1) | (index >= call.num_permuted_rows)]
@@ -448,7 +493,7 @@ class Workspace:
                     "expanded_idx_to_permuted_idx must hold -1 (no route) or row numbers below "
                     f"num_permuted_rows = {call.num_permuted_rows}; got {wrong[0]}"
                 )
-        _agree(self._group, function, faults, same)
+        _agree(self._group, function, faults, call and call.same)
 
     def _require_open(self, function: str) -> None:
         if self._closed:
@@ -501,6 +546,21 @@ def _agree(group: Group, function: str, faults: Sequence[str], same: Any) -> Non
         )
     if found:
         raise ArgumentError(function, list(dict.fromkeys(found)))
+
+
+def _oneshot_bytes(
+    world_size: int, row_bytes: int, payload_bytes: int, max_oneshot_token_num: int | None
+) -> int:
+    """Return the capacity of one-shot in bytes."""
+    if max_oneshot_token_num is not None:
+        return int(max_oneshot_token_num) * row_bytes
+    no_more_memory = 2 * payload_bytes // world_size
+    return min(payload_bytes, max(crossover_bytes(world_size), no_more_memory))
+
+
+def _travels_as(protocol: str, dtype: DType, comm_dtype: DType) -> DType:
+    """Return the wire dtype of a protocol: a total that has been rounded needs no more."""
+    return dtype if protocol == "allgather" else comm_dtype
 
 
 def _timeout(timeout_s: float | None) -> tuple[float, str | None]:

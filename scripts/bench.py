@@ -37,7 +37,7 @@ from _workload import (
 )
 
 from cupy_moe_ar import DType, LaunchShape, Workspace, reference
-from cupy_moe_ar.call import comm_dtype_of
+from cupy_moe_ar.checks import comm_dtype_of
 from cupy_moe_ar.compile import Variant
 from cupy_moe_ar.group import Group
 from cupy_moe_ar.plan import launch_shapes, plan_rows
@@ -287,6 +287,7 @@ def bench(group: Group, options: argparse.Namespace) -> int:
         hidden_dim=max(case.model.hidden for _, case in runs),
         dtype=dtype,
         comm_dtype=comm_dtype,
+        operations=[options.op],
         backend=backend,
         timeout_s=60.0,
     )

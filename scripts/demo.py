@@ -25,7 +25,7 @@ from _workload import (
 )
 
 from cupy_moe_ar import DType, Workspace, reference
-from cupy_moe_ar.call import comm_dtype_of
+from cupy_moe_ar.checks import comm_dtype_of
 from cupy_moe_ar.group import Group
 
 OUTPUTS = ("allreduce_out", "residual_out", "norm_out")
@@ -69,6 +69,7 @@ def demo(group: Group, options: argparse.Namespace) -> int:
         hidden_dim=hidden,
         dtype=dtype,
         comm_dtype=comm_dtype,
+        operations=["moe_finalize"],
         backend=backend,
         timeout_s=60.0,
     )

@@ -21,17 +21,27 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cupy_moe_ar import DType, UnsupportedError, Workspace, abi, moe_finalize_allreduce_fusion
+from cupy_moe_ar import (
+    DType,
+    UnsupportedError,
+    Workspace,
+    abi,
+    allreduce_fusion,
+    moe_finalize_allreduce_fusion,
+    moe_reduction_allreduce_fusion,
+)
 from cupy_moe_ar import reference as ref
+from cupy_moe_ar.compile import Variant
 from cupy_moe_ar.cuda_backend import device_count
 from cupy_moe_ar.group import ThreadGroup
+from cupy_moe_ar.plan import LaunchShape, launch_shapes, plan_rows
 from cupy_moe_ar.testing import run_ranks
 
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
@@ -115,7 +125,8 @@ class Rank:
             self.stream.synchronize()
 
     def workspace(self, case: Case | None = None, **options: Any) -> Workspace:
-        defaults = {"comm": self.group, "backend": backend(), "device": self.device}
+        defaults: dict[str, Any] = {"comm": self.group, "backend": backend(), "device": self.device}
+        defaults["operations"] = [case.operation if case else "moe_finalize"]
         sizes = case.capacity if case else {"max_token_num": 8, "hidden_dim": 64}
         return Workspace(**{**defaults, "timeout_s": TIMEOUT_S, **sizes, **options})
 
@@ -234,7 +245,11 @@ def filled(value: Any, dtype: DType, *shape: int) -> Array:
 
 @dataclass(frozen=True)
 class Case:
-    """What the ranks pass to a call, and what is right. Lists have an entry for each rank."""
+    """What the ranks pass to a finalize, and what is right. Lists have an entry for each rank."""
+
+    operation: ClassVar[str] = "moe_finalize"
+    function: ClassVar[Callable[..., None]] = staticmethod(moe_finalize_allreduce_fusion)
+    total_out: ClassVar[str] = "allreduce_out"  # the function's name for it
 
     dtype: DType
     rows: list[Array]
@@ -261,9 +276,11 @@ class Case:
 
     def first(self, tokens: int) -> Case:
         """The same with the first tokens only."""
+        return self._cut(tokens, "index", "scale", "shared")
+
+    def _cut(self, tokens: int, *names: str) -> Any:
         cut: dict[str, Any] = {
-            name: [None if x is None else x[:tokens] for x in getattr(self, name)]
-            for name in ("index", "scale", "shared")
+            name: [None if x is None else x[:tokens] for x in getattr(self, name)] for name in names
         }
         residual = None if self.residual is None else self.residual[:tokens]
         return replace(self, **cut, residual=residual)
@@ -283,8 +300,13 @@ class Case:
     @property
     def numbers(self) -> dict[str, Any]:
         """The other arguments."""
-        options = {"dtype": self.dtype, "comm_dtype": self.comm_dtype, "weight_bias": self.bias}
-        return {**options, "routed_scaling_factor": self.factor, "rms_eps": self.eps}
+        return {**self.norm_numbers, "routed_scaling_factor": self.factor}
+
+    @property
+    def norm_numbers(self) -> dict[str, Any]:
+        """Those of every all-reduce."""
+        options = {"dtype": self.dtype, "comm_dtype": self.comm_dtype}
+        return {**options, "weight_bias": self.bias, "rms_eps": self.eps}
 
     @functools.cached_property
     def partials(self) -> list[Array]:
@@ -331,34 +353,108 @@ class Case:
     @np.errstate(invalid="ignore")
     def float32_partial(self, r: int) -> Array:
         """A rank's partial in FP32, before it is rounded to the wire."""
-
-        def fma(a: Any, b: Array, c: Array) -> Array:
-            return (np.asarray(a, np.float64) * b.astype(np.float64) + c).astype(np.float32)
-
         arrays = self.arrays(r)
-        padded = np.pad(
-            self.index[r], [(0, 0), (0, -self.index[r].shape[1] % 8)], constant_values=-1
-        )
-        taken = (padded >= 0) & (padded < len(self.rows[r]))
-        weight = np.zeros(padded.shape, np.float32)
-        scale = arrays.get("expert_scale_factor", np.ones(self.index[r].shape, np.float32))
-        weight[:, : scale.shape[1]] = scale
-        weight[~taken] = 0
-
-        def route(k: int) -> tuple[Array, Array]:
-            row = np.zeros(self.shape, np.float32)
-            row[taken[:, k]] = self.rows[r][padded[taken[:, k], k]]
-            return weight[:, k, None], row
-
-        routed = np.zeros(self.shape, np.float32)
-        for begin in range(0, padded.shape[1], 8):
-            pairs = []
-            for k in range(begin, begin + 8, 2):
-                (low_weight, low), (high_weight, high) = route(k), route(k + 1)
-                pairs.append(fma(high_weight, high, low_weight * low))
-            routed = routed + ((pairs[0] + pairs[1]) + (pairs[2] + pairs[3]))
+        index = self.index[r]
+        taken = (index >= 0) & (index < len(self.rows[r]))
+        scale = arrays.get("expert_scale_factor", np.ones(index.shape, np.float32))
+        weight = np.where(taken, scale.astype(np.float32), np.float32(0))
+        routes = np.zeros((index.shape[1], *self.shape), np.float32)
+        for k, row in enumerate(routes):
+            row[taken[:, k]] = self.rows[r][index[taken[:, k], k]]
         shared = arrays.get("shared_expert_output", np.zeros(self.shape, np.float32))
-        return fma(np.float32(self.factor), routed, shared.astype(np.float32))
+        return fma32(np.float32(self.factor), tree_sum(weight.T, routes), shared.astype(np.float32))
+
+
+@dataclass(frozen=True)
+class DenseCase(Case):
+    """Of an all-reduce: `rows` are the parts."""
+
+    operation: ClassVar[str] = "allreduce"
+    function: ClassVar[Callable[..., None]] = staticmethod(allreduce_fusion)
+
+    index: list[Array] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[0].shape  # type: ignore[return-value]
+
+    def first(self, tokens: int) -> DenseCase:
+        cut: DenseCase = self._cut(tokens, "rows")
+        return cut
+
+    def arrays(self, rank: int) -> dict[str, Array]:
+        rest = {"residual_in": self.residual, "rms_gamma": self.gamma}
+        given = {"allreduce_in": self.rows[rank], **rest}
+        return {name: x for name, x in given.items() if x is not None}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return self.norm_numbers
+
+    @functools.cached_property
+    def partials(self) -> list[Array]:
+        return [rows.astype(np.float64) for rows in self.rows]
+
+    def float32_partial(self, r: int) -> Array:
+        return self.rows[r].astype(np.float32)
+
+
+@dataclass(frozen=True)
+class ReductionCase(DenseCase):
+    """Of a sum over experts: `rows` are theirs, `shared` the token input."""
+
+    operation: ClassVar[str] = "moe_reduction"
+    function: ClassVar[Callable[..., None]] = staticmethod(moe_reduction_allreduce_fusion)
+    total_out: ClassVar[str] = "moe_allreduce_out"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[0].shape[1:]  # type: ignore[return-value]
+
+    def first(self, tokens: int) -> ReductionCase:
+        cut: ReductionCase = self._cut(tokens, "shared")
+        rows = [np.ascontiguousarray(x[:, :tokens]) for x in self.rows]
+        scale = [np.ascontiguousarray(x[:, :tokens]) for x in self.scale if x is not None]
+        return replace(cut, rows=rows, scale=scale)
+
+    def arrays(self, rank: int) -> dict[str, Array]:
+        arguments = {
+            "moe_reduction_active_experts_token_input": self.rows[rank],
+            "moe_reduction_scale_input": self.scale[rank],
+            "moe_reduction_token_input": self.shared[rank] if self.shared else None,
+            "residual_in": self.residual,
+            "rms_gamma": self.gamma,
+        }
+        return {name: x for name, x in arguments.items() if x is not None}
+
+    @functools.cached_property
+    def partials(self) -> list[Array]:
+        sides = zip(self.rows, self.scale, self.shared or [None] * len(self.rows), strict=True)
+        return [ref.moe_reduction(rows, scale, shared) for rows, scale, shared in sides]
+
+    @np.errstate(invalid="ignore")
+    def float32_partial(self, r: int) -> Array:
+        shared = self.shared[r] if self.shared else None
+        added = tree_sum(self.scale[r], self.rows[r].astype(np.float32))
+        return added + (np.float32(0) if shared is None else shared.astype(np.float32))
+
+
+def fma32(a: Any, b: Array, c: Array) -> Array:
+    """FP32 a * b + c, rounded once."""
+    return (np.asarray(a, np.float64) * b.astype(np.float64) + c).astype(np.float32)
+
+
+def tree_sum(weight: Array, rows: Array) -> Array:
+    """Sum of weight [n, tokens] * rows [n, tokens, hidden] in FP32, as the kernels do it."""
+    total = np.zeros(rows.shape[1:], np.float32)
+    more = -len(rows) % 8
+    weight = np.pad(weight, [(0, more), (0, 0)])[:, :, None]
+    rows = np.pad(rows, [(0, more), (0, 0), (0, 0)])
+    for begin in range(0, len(rows), 8):
+        pairs = [fma32(weight[k + 1], rows[k + 1], weight[k] * rows[k])
+                 for k in range(begin, begin + 8, 2)]  # fmt: skip
+        total = total + ((pairs[0] + pairs[1]) + (pairs[2] + pairs[3]))
+    return total
 
 
 def random_case(
@@ -381,9 +477,7 @@ def random_case(
     Rows that no route names, and the scales of absent routes, are NaN.
     """
 
-    def normal(rng: np.random.Generator, factor: float, *shape: int) -> Array:
-        return ref.round_to(rng.standard_normal(shape, np.float32) * np.float32(factor), dtype)
-
+    normal = functools.partial(draw, dtype)
     lists: dict[str, list[Any]] = {"rows": [], "index": [], "scale": [], "shared": []}
     for r in range(size):
         rng = np.random.default_rng([seed, r])
@@ -400,10 +494,68 @@ def random_case(
         shared = normal(rng, 0.5, tokens, hidden_dim) if shared_on(r) else None
         for name, x in zip(lists, (rows, index, weights, shared), strict=True):
             lists[name].append(x)
+    common = _common(tokens, hidden_dim, dtype, gamma, residual, seed)
+    return Case(dtype, **lists, **common, comm_dtype=comm_dtype, **numbers)
+
+
+def draw(dtype: DType, rng: np.random.Generator, factor: float, *shape: int) -> Array:
+    """Normally distributed values."""
+    return ref.round_to(rng.standard_normal(shape, np.float32) * np.float32(factor), dtype)
+
+
+def _common(
+    tokens: int, hidden_dim: int, dtype: DType, gamma: DType | None, residual: bool, seed: int
+) -> dict[str, Any]:
+    """What is the same on every rank."""
     rng = np.random.default_rng([seed, 99])
     weight = ref.round_to(1 + 0.1 * rng.standard_normal(hidden_dim), gamma or dtype)
-    addend = normal(rng, 4, tokens, hidden_dim) if residual else None
-    return Case(dtype, **lists, residual=addend, gamma=weight, comm_dtype=comm_dtype, **numbers)
+    addend = draw(dtype, rng, 4, tokens, hidden_dim) if residual else None
+    return {"residual": addend, "gamma": weight}
+
+
+def dense_case(
+    size: int,
+    tokens: int,
+    hidden_dim: int,
+    dtype: DType = BF16,
+    comm_dtype: DType | None = None,
+    *,
+    gamma: DType | None = None,
+    residual: bool = True,
+    seed: int = 0,
+    **numbers: float,
+) -> DenseCase:
+    rows = [draw(dtype, np.random.default_rng([seed, r]), 1, tokens, hidden_dim)
+            for r in range(size)]  # fmt: skip
+    common = _common(tokens, hidden_dim, dtype, gamma, residual, seed)
+    return DenseCase(dtype, rows, **common, comm_dtype=comm_dtype, **numbers)
+
+
+def reduction_case(
+    size: int,
+    tokens: int,
+    hidden_dim: int,
+    experts: Sequence[int],
+    dtype: DType = BF16,
+    comm_dtype: DType | None = None,
+    *,
+    gamma: DType | None = None,
+    shared_on: Callable[[int], bool] = lambda rank: True,
+    residual: bool = True,
+    seed: int = 0,
+    **numbers: float,
+) -> ReductionCase:
+    """Rank r has `experts[r % len(experts)]` experts; a token is routed to half of them."""
+    lists: dict[str, list[Any]] = {"rows": [], "scale": [], "shared": []}
+    for r in range(size):
+        rng = np.random.default_rng([seed, r])
+        count = experts[r % len(experts)]
+        weight = rng.random((count, tokens), np.float32) * (rng.random((count, tokens)) < 0.5)
+        lists["rows"].append(draw(dtype, rng, 0.5, count, tokens, hidden_dim))
+        lists["scale"].append(weight)
+        lists["shared"].append(draw(dtype, rng, 0.5, tokens, hidden_dim) if shared_on(r) else None)
+    common = _common(tokens, hidden_dim, dtype, gamma, residual, seed)
+    return ReductionCase(dtype, **lists, **common, comm_dtype=comm_dtype, **numbers)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -417,31 +569,70 @@ def finalize(
     in_place: Mapping[str, str] | None = None,
     **options: Any,
 ) -> dict[str, Array]:
-    """Call the operation once on poisoned outputs; return them.
-
-    Checks that nothing else was written, that every slot is empty again, that the state has
-    advanced by one launch and that all ranks got the same bits.
+    """Call the case's operation once, as `launch` does; all ranks get the same bits.
 
     Args:
         in_place: For an output the input whose array it shares.
         options: More arguments of the operation.
     """
-    in_place = in_place or {}
-    inputs = {name: rank.put(host) for name, host in case.arrays(rank.rank).items()}
-    poison = np.full(case.shape, np.nan, ref.numpy_dtype(case.dtype))
-    bits(poison)[...] = -1 % 2 ** (8 * poison.itemsize)  # a NaN that no kernel writes
-    written = {name: inputs.get(in_place.get(name, "")) or rank.put(poison) for name in outputs}
-    launches = control(workspace).launches
-    rank.meet()
-    moe_finalize_allreduce_fusion(
-        workspace=workspace,
-        **{name: buffer.array for name, buffer in (inputs | written).items()},
+    own = {name: case.total_out if name == "allreduce_out" else name for name in outputs}
+    shares = {own[name]: other for name, other in (in_place or {}).items()}
+    results = launch(
+        rank,
+        workspace,
+        case.function,
+        case.arrays(rank.rank),
+        {name: shares.get(name, case.shape) for name in own.values()},
+        launches=case.shape[0] > 0,
         **{**case.numbers, **options},
+    )
+    rank.same(hashlib.sha256(b"".join(x.tobytes() for x in results.values())).hexdigest())
+    return {name: results[own[name]] for name in outputs}
+
+
+def launch(
+    rank: Rank,
+    workspace: Workspace,
+    function: Callable[..., None],
+    inputs: Mapping[str, Array],
+    outputs: Mapping[str, tuple[int, ...] | str],
+    *,
+    dtype: DType,
+    launches: bool = True,
+    **options: Any,
+) -> dict[str, Array]:
+    """Call an operation once on poisoned outputs; return them.
+
+    Checks that nothing else was written, that every slot is empty again and that the state has
+    advanced by one launch.
+
+    Args:
+        outputs: By name the shape, or the input whose array it shares.
+        dtype: Of the outputs.
+        launches: False where there is nothing to do.
+        options: More arguments of the operation.
+    """
+    buffers = {name: rank.put(host) for name, host in inputs.items()}
+    written = {}
+    for name, place in outputs.items():
+        if isinstance(place, str):
+            written[name] = buffers[place]
+            continue
+        poison = np.full(place, np.nan, ref.numpy_dtype(dtype))
+        bits(poison)[...] = -1 % 2 ** (8 * poison.itemsize)  # a NaN that no kernel writes
+        written[name] = rank.put(poison)
+    before = control(workspace).launches
+    rank.meet()
+    function(
+        workspace=workspace,
+        **{name: buffer.array for name, buffer in (buffers | written).items()},
+        dtype=dtype,
+        **options,
     )
     rank.meet()
     results = {name: buffer.read() for name, buffer in written.items()}
-    for name, buffer in inputs.items():
-        unchanged = name in in_place.values() or buffer.read().tobytes() == buffer.host.tobytes()
+    for name, buffer in buffers.items():
+        unchanged = name in outputs.values() or buffer.read().tobytes() == buffer.host.tobytes()
         assert unchanged, f"{name} was written"
     slots = workspace._memory.slab.pointer + abi.SLAB_HEADER_BYTES
     words = np.frombuffer(
@@ -449,10 +640,9 @@ def finalize(
     )
     assert (words == abi.SENTINEL).all(), f"word {np.argmax(words != abi.SENTINEL)} is not empty"
     state = control(workspace)
-    assert state.launches == launches + (case.shape[0] > 0)
+    assert state.launches == before + launches
     assert set(state.epoch) == {state.launches % 2}
     assert state.broken == 0
-    rank.same(hashlib.sha256(b"".join(x.tobytes() for x in results.values())).hexdigest())
     return results
 
 
@@ -467,6 +657,23 @@ def see_saw(
         for name, output in again.items():
             check_bits(output, results[name][:count], f"{name} of {count} tokens")
     return results
+
+
+def usable_shapes(workspace: Workspace, case: Case, protocol: str = "oneshot") -> list[LaunchShape]:
+    """Every launch shape that serves the case here."""
+    wire = case.comm_dtype or case.dtype
+    variant = Variant(case.operation, protocol, case.dtype, wire, workspace.world_size)
+    limits = workspace._limits[variant]
+    tokens, hidden_dim = case.shape
+    vectors = hidden_dim * case.dtype.itemsize // 16
+    owners = {"protocol": protocol, "world_size": workspace.world_size}
+    shapes = []
+    for shape in launch_shapes(vectors):
+        with contextlib.suppress(ValueError):
+            plan_rows(tokens, vectors, limits, shape, **owners)
+            shapes.append(shape)
+    assert len({shape.kernel for shape in shapes}) > 1
+    return shapes
 
 
 def read(workspace: Workspace, address: int, nbytes: int) -> bytes:

@@ -15,8 +15,8 @@ import hypothesis
 import pytest
 from cases import RANK, Ranks, backend
 
-# For many ranks on one GPU; read when CUDA starts.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+if RANK is None:  # many ranks on one GPU, a stream each; read when CUDA starts
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # All ranks must draw the same examples.
 hypothesis.settings.register_profile("moe_ar", derandomize=True, database=None, deadline=None)

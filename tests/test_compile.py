@@ -145,6 +145,7 @@ def test_variant_has_a_readable_name_and_its_macros():
     assert wide.source == "oneshot.cu"
     assert wide.defines == {
         "MOE_AR_PRODUCER": "0",
+        "MOE_AR_PROTOCOL": "0",
         "MOE_AR_DTYPE": "1",
         "MOE_AR_COMM_DTYPE": "2",
         "MOE_AR_WORLD_SIZE": "16",
@@ -397,5 +398,5 @@ def test_all_variants_compile_for_every_target_without_spills():
     ]
     for (one, target), cubin in compile_all(variants, *CUDA_TARGETS).items():
         registers, stack = resources(cubin)
-        assert registers.keys() == set(one.kernels), (one, target)
+        assert registers.keys() == set(one.kernels.values()), (one, target)
         assert not any(stack.values()), (one, target, stack)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import replace
 from itertools import combinations
@@ -27,13 +26,12 @@ from cases import (
     finalize,
     random_case,
     see_saw,
+    usable_shapes,
     worlds,
 )
 
 from cupy_moe_ar import DType, Workspace, moe_finalize_allreduce_fusion
 from cupy_moe_ar import reference as ref
-from cupy_moe_ar.compile import Variant
-from cupy_moe_ar.plan import LaunchShape, launch_shapes, plan_rows
 
 # ---- random data ---------------------------------------------------------------------------------
 
@@ -255,21 +253,6 @@ def test_nan_and_infinity_pass(ranks: Ranks, dtype: DType, wire: DType | None) -
 
 
 # ---- arguments and launches ----------------------------------------------------------------------
-
-
-def usable_shapes(workspace: Workspace, case: Case) -> list[LaunchShape]:
-    """Every launch shape that serves the case here."""
-    wire = case.comm_dtype or case.dtype
-    variant = Variant("moe_finalize", "oneshot", case.dtype, wire, workspace.world_size)
-    tokens, hidden_dim = case.shape
-    vectors = hidden_dim * case.dtype.itemsize // 16
-    shapes = []
-    for shape in launch_shapes(vectors):
-        with contextlib.suppress(ValueError):
-            plan_rows(tokens, vectors, workspace._limits[variant], shape)
-            shapes.append(shape)
-    assert len({shape.kernel for shape in shapes}) > 1
-    return shapes
 
 
 @each_world(1, 2, 3)

@@ -11,11 +11,21 @@ from cupy_moe_ar.abi import (
     MAX_BLOCK_THREADS,
     MAX_GRID_BLOCKS,
     MAX_ROW_BYTES,
+    MAX_WIRE_ROW_BYTES,
     VECTOR_BYTES,
     epoch_bytes,
     slab_bytes,
 )
-from cupy_moe_ar.plan import KernelLimits, LaunchShape, all_shapes, launch_shapes, plan_rows
+from cupy_moe_ar.plan import (
+    KernelLimits,
+    LaunchShape,
+    all_shapes,
+    choose_oneshot,
+    crossover_bytes,
+    launch_shapes,
+    plan_rows,
+    share_of,
+)
 
 MAX_VECTORS = MAX_ROW_BYTES // VECTOR_BYTES
 ROWS = [*range(1, 300), *range(300, MAX_VECTORS, 61), MAX_VECTORS]
@@ -107,11 +117,74 @@ def test_few_rows_spread_and_many_do_not() -> None:
 
 
 def test_sizes_are_exact_beyond_32_bits() -> None:
-    assert slab_bytes(epoch_bytes(2, 131072 * 4096 * 2)) == 2**32 + (2 << 20)
+    assert slab_bytes(epoch_bytes(2, 131072 * 4096 * 2, 131072 * 4096 * 2)) == 2**32 + (2 << 20)
     for size in (1, 3, 16):
         for payload in (16, 4096, 2**20 + 16, 2**33, 2**50 + 16):
-            epoch = epoch_bytes(size, payload)
-            assert epoch % 256 == 0
-            assert 0 <= epoch - size * payload < 256
-            assert slab_bytes(epoch) % (2 << 20) == 0
-            assert 0 <= slab_bytes(epoch) - 2 * epoch - 4096 < 2 << 20
+            for oneshot in (0, payload // 16, payload):
+                epoch = epoch_bytes(size, oneshot, payload)
+                assert epoch % 256 == 0
+                twoshot = 2 * payload + (size - 1) * min(payload, MAX_WIRE_ROW_BYTES)
+                assert 0 <= epoch - max(size * oneshot, twoshot) < 256
+                assert slab_bytes(epoch) % (2 << 20) == 0
+                assert 0 <= slab_bytes(epoch) - 2 * epoch - 4096 < 2 << 20
+
+
+def test_every_protocol_has_room() -> None:
+    """Slots of calls with other shapes than the workspace's, as the kernels lay them out."""
+    for size in (1, 2, 3, 8, 16):
+        for payload in (16, 2048, 1 << 20):
+            epoch = epoch_bytes(size, 0, payload)
+            for row_bytes in (16, 1040, 2048, MAX_WIRE_ROW_BYTES):
+                tokens = payload // row_bytes
+                if tokens == 0:
+                    continue
+                rows_of_share = -(-tokens // size)
+                assert size * rows_of_share <= epoch // row_bytes
+                assert (size * rows_of_share + tokens) * row_bytes <= epoch, (size, row_bytes)
+                assert max(tokens, size) * row_bytes <= epoch  # the gathering half greets too
+
+
+def test_shares_are_runs_of_nearly_equal_length() -> None:
+    for size in (1, 2, 3, 8, 16):
+        for tokens in (0, 1, size - 1, size, size + 1, 5 * size + 3):
+            shares = [share_of(rank, size, tokens) for rank in range(size)]
+            assert [token for share in shares for token in share] == list(range(tokens))
+            assert len(shares[0]) - len(shares[-1]) in (0, 1)
+
+
+def test_owners_take_turns_in_a_cluster() -> None:
+    """Every token is dealt once, and a cluster's to all owners, as the kernels deal them."""
+    for size in (2, 3, 8, 16):
+        for tokens in (1, size - 1, 300, 331):
+            for device in DEVICES.values():
+                plan = plan_rows(tokens, 64, device, protocol="twoshot", world_size=size)
+                clusters = plan.grid_blocks // plan.shape.cluster_blocks
+                assert clusters <= device.clusters(plan.shape)
+                dealt = []
+                for cluster in range(clusters):
+                    owners = []
+                    for step, item in enumerate(
+                        range(cluster, -(-tokens // size) * size, clusters)
+                    ):
+                        turn = step if clusters % size == 0 else 0
+                        owner, row = (item + turn) % size, item // size
+                        share = share_of(owner, size, tokens)
+                        if row < len(share):
+                            owners.append(owner)
+                            dealt.append(share[row])
+                    counts = [owners.count(owner) for owner in range(size)]
+                    if clusters % size == 0:
+                        assert max(counts) - min(counts) <= 2
+                assert sorted(dealt) == list(range(tokens))
+
+
+def _test_crossover() -> None:
+    """One-shot for few bytes and few ranks, within its capacity."""
+    assert choose_oneshot(1 << 40, 1, 1 << 41)
+    assert not choose_oneshot(16, 2, 0)
+    bounds = [crossover_bytes(size) for size in (1, 2, 3, 4, 8, 16)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] > 7168 * 2
+    for size in (2, 4, 8):
+        assert choose_oneshot(crossover_bytes(size), size, 1 << 41)
+        assert not choose_oneshot(crossover_bytes(size) + 16, size, 1 << 41)

@@ -70,7 +70,8 @@ def test_c6_bytes_required_is_exact() -> None:
     assert required(max_token_num=131072) == 2 * 2**31 + rest  # two epochs of 2**31 bytes
     assert required(max_token_num=131072, comm_dtype="float32") == 2 * 2**32 + rest
     assert required(max_token_num=131072, dtype="float32") == 2 * 2**32 + rest
-    assert required(max_token_num=2**40, world_size=16) == 2 * 16 * 2**53 + rest
+    huge = {"max_token_num": 2**40, "world_size": 16}
+    assert required(**huge, max_oneshot_token_num=2**40) == 2 * 16 * 2**53 + rest
     assert required(max_token_num=1) == rest
 
 
@@ -94,7 +95,7 @@ def test_c6_capacity_is_in_bytes(ranks: Ranks) -> None:
         assert workspace.fits(8, 1024, "float32")
         assert workspace.fits(8, 1024, comm_dtype="float32", use_oneshot=True)
         assert not workspace.fits(9, 1024, comm_dtype="float32")
-        assert not workspace.fits(1, 64, use_oneshot=False)
+        assert workspace.fits(16, 1024, use_oneshot=False)
         for wrong in ((17, 1024), (9, 2048), (1, 1028), (1, 65536), (-1, 1024)):
             assert not workspace.fits(*wrong)
 

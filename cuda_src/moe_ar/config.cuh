@@ -4,11 +4,15 @@
 namespace moe_ar {
 
 enum class DType : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
-enum class Producer : int { kMoeFinalize = 0 };
+// What a rank contributes to a token: the rows of its routes, a row, the rows of all its experts.
+enum class Producer : int { kMoeFinalize = 0, kDense = 1, kMoeReduction = 2 };
+// The halves of two-shot stand for themselves too.
+enum class Protocol : int { kOneShot = 0, kTwoShot = 1, kReduceScatter = 2, kAllGather = 3 };
 
 constexpr DType kDType = static_cast<DType>(MOE_AR_DTYPE);           // T: activations
 constexpr DType kCommDType = static_cast<DType>(MOE_AR_COMM_DTYPE);  // C: what travels
 constexpr Producer kProducer = static_cast<Producer>(MOE_AR_PRODUCER);
+constexpr Protocol kProtocol = static_cast<Protocol>(MOE_AR_PROTOCOL);
 constexpr int kWorldSize = MOE_AR_WORLD_SIZE;
 
 constexpr int kMaxRanks = 16;

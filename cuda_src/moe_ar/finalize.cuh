@@ -29,6 +29,25 @@ __device__ __forceinline__ void load_eight(const u8* from, int count, bool wide,
   }
 }
 
+// Leaf of the tree: scale[0] * row[0] + scale[1] * row[1].
+__device__ __forceinline__ void weigh_pair(const float* scale, const Vec16* row,
+                                           float (&pair)[kElements]) {
+  float low[kElements], high[kElements];
+  unpack<kDType>(row[0], low);
+  unpack<kDType>(row[1], high);
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) pair[i] = ptx::fma_f32(scale[1], high[i], scale[0] * low[i]);
+}
+
+// The rest of the tree, and the sum over chunks.
+__device__ __forceinline__ void add_pairs(const float (&pair)[kRouteChunk / 2][kElements],
+                                          float (&sum)[kElements]) {
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    sum[i] += (pair[0][i] + pair[1][i]) + (pair[2][i] + pair[3][i]);
+  }
+}
+
 // Gathers vectors of a token from the rows of its experts, `kInFlight` rows at a time: 8 where
 // latency counts, 4 where many threads hide it and registers are short.
 template <int kInFlight>
@@ -78,20 +97,10 @@ class Finalize {
         }
 #pragma unroll
         for (int k = 0; k < kInFlight; k += 2) {
-          const float* scale = routes.scale + first + k;
-          float low[kElements], high[kElements];
-          unpack<kDType>(row[k], low);
-          unpack<kDType>(row[k + 1], high);
-#pragma unroll
-          for (int i = 0; i < kElements; ++i) {
-            pair[(first + k) / 2][i] = ptx::fma_f32(scale[1], high[i], scale[0] * low[i]);
-          }
+          weigh_pair(routes.scale + first + k, row + k, pair[(first + k) / 2]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        routed[i] += (pair[0][i] + pair[1][i]) + (pair[2][i] + pair[3][i]);
-      }
+      add_pairs(pair, routed);
     }
     unpack<kDType>(shared, partial);
 #pragma unroll

@@ -1,0 +1,315 @@
+"""What the rules of every call share: where calls run, the common arguments, a list of faults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .abi import MAX_ROW_BYTES, VECTOR_BYTES, Flag
+from .arrays import ArrayView, view
+from .errors import ArgumentError
+from .plan import choose_oneshot
+from .types import DType
+
+__all__ = ["ACTIVATIONS", "Checker", "Home", "comm_dtype_of", "row_problem"]
+
+ACTIVATIONS = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
+MAX_TOKENS = 2**30  # the kernels count in 32 bits, and sums of two row numbers too
+_UNTYPED = ("uint16", "uint32", "int16", "void16", "void32", "V2", "V4")
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where calls run: what of the workspace the rules need.
+
+    Attributes:
+        device: CUDA ordinal, or `arrays.CPU`.
+        dtype: Default activation dtype.
+        comm_dtype: Default wire dtype; None is the activation dtype.
+        rank: Own rank.
+        world_size: Number of ranks.
+        payload_bytes: Most bytes of a call: tokens x hidden_dim x item of the wire dtype.
+        oneshot_bytes: Most bytes of a call that is served by one-shot; no more than the former.
+    """
+
+    device: int
+    dtype: DType
+    comm_dtype: DType | None
+    rank: int
+    world_size: int
+    payload_bytes: int
+    oneshot_bytes: int
+
+
+def comm_dtype_of(dtype: DType, comm_dtype: DType | str | None) -> DType:
+    """Return the wire dtype for an activation dtype.
+
+    Raises:
+        ValueError: It is neither the activation dtype nor float32.
+    """
+    wire = dtype if comm_dtype is None else DType.parse(comm_dtype)
+    if wire not in (dtype, DType.FLOAT32):
+        raise ValueError(
+            f"comm_dtype must be {dtype.value} (the activation dtype) or float32; got {wire.value}"
+        )
+    return wire
+
+
+def row_problem(hidden_dim: int, dtype: DType) -> str | None:
+    """Say why rows of `hidden_dim` elements cannot be served; None if they can."""
+    row_bytes = hidden_dim * dtype.itemsize
+    if hidden_dim < 1 or row_bytes % VECTOR_BYTES:
+        return (
+            f"hidden_dim must be a positive multiple of {VECTOR_BYTES // dtype.itemsize} "
+            f"(16 bytes of {dtype.value}); got {hidden_dim}"
+        )
+    if row_bytes > MAX_ROW_BYTES:
+        return (
+            f"hidden_dim must be at most {MAX_ROW_BYTES // dtype.itemsize} for {dtype.value}; "
+            f"got {hidden_dim}"
+        )
+    return None
+
+
+class Checker:
+    """Checks the arguments of one call and collects the faults, so that all are reported together.
+
+    Attributes:
+        dtype: Activation dtype of the call.
+        comm_dtype: Its wire dtype.
+        token_num: Rows of the result, once `sizes` has been called.
+        hidden_dim: Elements of a row, likewise.
+        views: The arrays that were given and have a right dtype, by argument name.
+        flags: Bits for the kernel.
+    """
+
+    def __init__(
+        self, function: str, home: Home, dtype: DType | str | None, comm_dtype: DType | str | None
+    ) -> None:
+        """Settle the dtypes.
+
+        Raises:
+            ArgumentError: One of them is wrong.
+        """
+        self.function = function
+        self.home = home
+        self.faults: list[str] = []
+        self.views: dict[str, ArrayView] = {}
+        self.flags = Flag(0)
+        self.token_num = self.hidden_dim = 0
+        self._alignments: dict[str, int] = {}
+        try:
+            self.dtype = home.dtype if dtype is None else DType.parse(dtype)
+            if self.dtype not in ACTIVATIONS:
+                raise ValueError(
+                    f"dtype must be bfloat16, float16 or float32; got {self.dtype.value}"
+                )
+            if comm_dtype is None and self.dtype is home.dtype:
+                comm_dtype = home.comm_dtype
+            self.comm_dtype = comm_dtype_of(self.dtype, comm_dtype)
+        except ValueError as error:
+            self.fault(str(error))
+            self.raise_faults()
+
+    @property
+    def own(self) -> tuple[DType, ...]:
+        """The activation dtype alone."""
+        return (self.dtype,)
+
+    @property
+    def own_or_float(self) -> tuple[DType, ...]:
+        """What scales and gamma may have."""
+        return self.own if self.dtype is DType.FLOAT32 else (self.dtype, DType.FLOAT32)
+
+    def fault(self, words: str) -> None:
+        """Note a fault."""
+        self.faults.append(words)
+
+    def raise_faults(self) -> None:
+        """Raise what was noted."""
+        if self.faults:
+            raise ArgumentError(self.function, self.faults)
+
+    # ---- arrays ------------------------------------------------------------------------------
+
+    def array(
+        self, name: str, obj: Any, dtypes: tuple[DType, ...], alignment: int | None = VECTOR_BYTES
+    ) -> ArrayView | None:
+        """View an array and check what does not depend on the other arguments.
+
+        Args:
+            name: The argument's.
+            obj: What was given for it.
+            dtypes: Those that it may have; an untyped array is taken for the first of its item
+                size.
+            alignment: Of the first element, in bytes; None is the item size.
+
+        Returns:
+            None if there is no array of such a dtype.
+        """
+        try:
+            found = view(obj)
+            if found.dtype not in dtypes and found.dtype_name in _UNTYPED:
+                for dtype in dtypes:
+                    if dtype.itemsize == found.itemsize:
+                        found = found._replace(dtype=dtype)
+                        break
+        except (TypeError, ValueError) as error:
+            self.fault(f"{name}: {error}")
+            return None
+        if found.device != self.home.device:
+            self.fault(
+                f"{name} must be on {_place(self.home.device)}, where the workspace is; "
+                f"got an array on {_place(found.device)}"
+            )
+        if found.dtype not in dtypes:
+            allowed = " or ".join(dtype.value for dtype in dtypes)
+            self.fault(f"{name} must have dtype {allowed}; got {found.dtype_name}")
+            return None
+        if not found.contiguous:
+            self.fault(
+                f"{name} must be contiguous in C order; got shape {found.shape} with strides "
+                f"{found.strides} bytes"
+            )
+        self.views[name] = found
+        self._alignments[name] = alignment or found.itemsize
+        return found
+
+    def leading(
+        self,
+        name: str,
+        obj: Any,
+        ndim: int,
+        meaning: str,
+        dtypes: tuple[DType, ...] = (),
+        alignment: int | None = VECTOR_BYTES,
+    ) -> tuple[int, ...]:
+        """View an array that sizes are taken from; return its shape, zeros where it has none."""
+        found = self.array(name, obj, dtypes or self.own, alignment)
+        if found is None:
+            return (0,) * ndim
+        if found.ndim != ndim:
+            self.fault(f"{name} must have shape {meaning}; got {found.shape}")
+            return (0,) * ndim
+        return found.shape
+
+    def shape(self, name: str, expected: tuple[int, ...], meaning: str) -> None:
+        """Check the shape of a viewed array."""
+        found = self.views.get(name)
+        if found is not None and found.shape != expected:
+            self.fault(f"{name} must have shape {meaning} = {expected}; got {found.shape}")
+
+    def rows(self, **arrays: Any) -> None:
+        """View arrays of T `[token_num, hidden_dim]`, those that are given."""
+        for name, obj in arrays.items():
+            if obj is not None:
+                self.array(name, obj, self.own)
+                self.shape(name, (self.token_num, self.hidden_dim), "[token_num, hidden_dim]")
+
+    # ---- sizes -------------------------------------------------------------------------------
+
+    def sizes(self, token_num: int, hidden_dim: int, named_by: str) -> None:
+        """Take the sizes of the call; whatever was wrong before is raised now."""
+        self.raise_faults()
+        self.token_num, self.hidden_dim = token_num, hidden_dim
+        problem = row_problem(hidden_dim, self.dtype)
+        if problem:
+            self.fault(f"{named_by}: {problem}")
+
+    def capacity(self, named_by: str, use_oneshot: bool | None = False) -> str:
+        """Check that the call fits; return its protocol, of one-shot and two-shot."""
+        home = self.home
+        row_bytes = self.hidden_dim * self.comm_dtype.itemsize
+        sent = self.token_num * row_bytes
+        if use_oneshot not in (None, True, False):
+            self.fault(f"use_oneshot must be True, False or None; got {use_oneshot!r}")
+        if use_oneshot is None:
+            use_oneshot = choose_oneshot(sent, home.world_size, home.oneshot_bytes)
+        capacity = home.oneshot_bytes if use_oneshot else home.payload_bytes
+        if sent > capacity or self.token_num > MAX_TOKENS:
+            self.fault(
+                f"{named_by}: {self.token_num} tokens of hidden_dim {self.hidden_dim} send {sent} "
+                f"bytes as {self.comm_dtype.value}; the workspace's "
+                f"{'one-shot ' if use_oneshot else ''}capacity is {capacity} bytes "
+                f"({capacity // max(row_bytes, 1)} such tokens)"
+            )
+        return "oneshot" if use_oneshot else "twoshot"
+
+    # ---- what several operations take ----------------------------------------------------------
+
+    def gamma(self, rms_gamma: Any, norm_out: Any) -> None:
+        """Check the weights of the norm."""
+        if rms_gamma is not None:
+            found = self.array("rms_gamma", rms_gamma, self.own_or_float)
+            self.shape("rms_gamma", (self.hidden_dim,), "[hidden_dim]")
+            if found is not None and found.dtype is DType.FLOAT32:
+                self.flags |= Flag.GAMMA_IS_FLOAT32
+        elif norm_out is not None:
+            self.fault("norm_out needs rms_gamma; got None")
+
+    def number(self, name: str, value: Any, *, minimum: float | None = None) -> float:
+        """Return a number that is finite as float32, which is what the kernel gets."""
+        try:
+            result = float(value)
+        except (TypeError, ValueError):
+            self.fault(f"{name} must be a number; got {value!r}")
+            return math.nan
+        if not abs(result) < 2.0**128 - 2.0**103 or (minimum is not None and result < minimum):
+            at_least = "" if minimum is None else f" and at least {minimum:g}"
+            self.fault(f"{name} must be finite{at_least}; got {value!r}")
+        return result
+
+    # ---- memory ------------------------------------------------------------------------------
+
+    def memory(self, outputs: tuple[str, ...], in_place: tuple[str, ...]) -> None:
+        """Check where the arrays lie, and raise all faults.
+
+        A call without tokens touches no memory, so that anything goes.
+
+        Args:
+            outputs: Names of what is written; at least one of them must be given.
+            in_place: What an output may be exactly; else it overlaps nothing.
+        """
+        if not any(name in self.views for name in outputs):
+            given = outputs[0] if len(outputs) == 1 else f"at least one of {_list(outputs)}"
+            self.fault(f"{given} must be given")
+        if self.token_num > 0:
+            used = {name: found for name, found in self.views.items() if 0 not in found.shape}
+            for name, found in used.items():
+                alignment = self._alignments[name]
+                if found.ptr % alignment:
+                    self.fault(
+                        f"{name} must start on a {alignment}-byte boundary; "
+                        f"got address {found.ptr:#x}"
+                    )
+                if name in outputs and found.readonly:
+                    self.fault(f"{name} must be writable; got a read-only array")
+            self._overlaps(used, outputs, in_place)
+        self.raise_faults()
+
+    def _overlaps(
+        self, used: dict[str, ArrayView], outputs: tuple[str, ...], in_place: tuple[str, ...]
+    ) -> None:
+        extents = [(name, *found.extent) for name, found in used.items()]
+        for i, (name, first, end) in enumerate(extents):
+            if name not in outputs:
+                continue
+            for j, (other, other_first, other_end) in enumerate(extents):
+                if first >= other_end or other_first >= end or i == j:
+                    continue
+                if other in outputs:
+                    if i < j:
+                        self.fault(f"{name} and {other} must not overlap")
+                elif other not in in_place:
+                    self.fault(f"{name} must not overlap {other}")
+                elif (first, end) != (other_first, other_end):
+                    self.fault(f"{name} must be exactly {other} or not overlap it at all")
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _place(device: int) -> str:
+    return "the CPU" if device < 0 else f"CUDA device {device}"
