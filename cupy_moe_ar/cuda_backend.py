@@ -178,7 +178,9 @@ class CudaBackend:
         self, variant: Variant, plan: RowPlan, params: abi.Params, stream: int, programmatic: bool
     ) -> None:
         """Enqueue one launch."""
-        self.launcher(variant, plan, programmatic).launch(ctypes.addressof(params), stream)
+        launcher = self.launcher(variant, plan, programmatic)
+        with self._on_device():
+            launcher.launch(ctypes.addressof(params), stream)
 
     def launcher(self, variant: Variant, plan: RowPlan, programmatic: bool) -> KernelLaunch:
         """Return the prepared launch of a plan; `programmatic` counts from sm_90 on."""
