@@ -311,15 +311,13 @@ def describe_allgather(
     given = {"allgather_out": allgather_out, "residual_out": residual_out, "norm_out": norm_out}
     sized_by = next((name for name, obj in given.items() if obj is not None), None)
     share_num, hidden_dim = check.leading("allgather_in", allgather_in, 2, "[share, hidden_dim]")
-    if sized_by is None:
-        check.fault("at least one of allgather_out, residual_out and norm_out must be given")
-        check.raise_faults()
-    assert sized_by is not None
-    token_num, _ = check.leading(sized_by, given[sized_by], 2, "[token_num, hidden_dim]")
+    token_num = -1
+    if sized_by is not None:
+        token_num, _ = check.leading(sized_by, given[sized_by], 2, "[token_num, hidden_dim]")
     check.sizes(token_num, hidden_dim, "allgather_in")
-    check.capacity(sized_by)
-    share = share_of(home.rank, home.world_size, token_num)
-    if share_num != len(share):
+    check.capacity(sized_by or "allgather_in")
+    share = share_of(home.rank, home.world_size, check.token_num)
+    if token_num >= 0 and share_num not in (-1, len(share)):
         check.fault(
             f"allgather_in must have the {len(share)} rows that rank {home.rank} of "
             f"{home.world_size} owns of {token_num} tokens; got {(share_num, hidden_dim)}"
@@ -351,21 +349,23 @@ def _take_routes(check: Checker, allreduce_in: Any, index: Any) -> int:
         index_name, index, 2, "[token_num, top_k]", (DType.INT32,), None
     )
     check.sizes(token_num, hidden_dim, "allreduce_in")
-    if top_k < 1:
+    if top_k == 0:
         shape = (token_num, top_k)
         check.fault(f"{index_name} must have top_k >= 1 columns; got {shape}")
     return top_k
 
 
 def _check_scale(check: Checker, expert_scale_factor: Any) -> None:
-    index = check.views["expanded_idx_to_permuted_idx"]
+    index = check.views.get("expanded_idx_to_permuted_idx")
     name = "expert_scale_factor"
     scale = None
     if expert_scale_factor is not None:
         scale = check.array(name, expert_scale_factor, check.own_or_float, None)
-        check.shape(name, index.shape, "[token_num, top_k]")
         if scale is not None and scale.dtype is DType.FLOAT32:
             check.flags |= Flag.SCALE_IS_FLOAT32
+    if index is None or index.ndim != 2:
+        return
+    check.shape(name, index.shape, "[token_num, top_k]")
     whole = index.shape[1] % 8 == 0 and index.ptr % 16 == 0
     if whole and (scale is None or scale.ptr % 16 == 0):
         check.flags |= Flag.VECTOR_ROUTES

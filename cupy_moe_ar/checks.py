@@ -87,30 +87,32 @@ class Checker:
     def __init__(
         self, function: str, home: Home, dtype: DType | str | None, comm_dtype: DType | str | None
     ) -> None:
-        """Settle the dtypes.
-
-        Raises:
-            ArgumentError: One of them is wrong.
-        """
+        """Settle the dtypes; where one of them is wrong the workspace's stands in."""
         self.function = function
         self.home = home
         self.faults: list[str] = []
         self.views: dict[str, ArrayView] = {}
         self.flags = Flag(0)
         self.token_num = self.hidden_dim = 0
+        self._sized = True
         self._alignments: dict[str, int] = {}
+        self.dtype = home.dtype
         try:
-            self.dtype = home.dtype if dtype is None else DType.parse(dtype)
-            if self.dtype not in ACTIVATIONS:
+            activation = home.dtype if dtype is None else DType.parse(dtype)
+            if activation not in ACTIVATIONS:
                 raise ValueError(
-                    f"dtype must be bfloat16, float16 or float32; got {self.dtype.value}"
+                    f"dtype must be bfloat16, float16 or float32; got {activation.value}"
                 )
+            self.dtype = activation
+        except ValueError as error:
+            self.fault(str(error))
+        self.comm_dtype = self.dtype
+        try:
             if comm_dtype is None and self.dtype is home.dtype:
                 comm_dtype = home.comm_dtype
             self.comm_dtype = comm_dtype_of(self.dtype, comm_dtype)
         except ValueError as error:
             self.fault(str(error))
-            self.raise_faults()
 
     @property
     def own(self) -> tuple[DType, ...]:
@@ -185,19 +187,17 @@ class Checker:
         dtypes: tuple[DType, ...] = (),
         alignment: int | None = VECTOR_BYTES,
     ) -> tuple[int, ...]:
-        """View an array that sizes are taken from; return its shape, zeros where it has none."""
+        """View an array that sizes are taken from; return its shape, -1s where it has none."""
         found = self.array(name, obj, dtypes or self.own, alignment)
-        if found is None:
-            return (0,) * ndim
-        if found.ndim != ndim:
-            self.fault(f"{name} must have shape {meaning}; got {found.shape}")
-            return (0,) * ndim
-        return found.shape
+        if found is None or found.ndim == ndim:
+            return found.shape if found is not None else (-1,) * ndim
+        self.fault(f"{name} must have shape {meaning}; got {found.shape}")
+        return (-1,) * ndim
 
     def shape(self, name: str, expected: tuple[int, ...], meaning: str) -> None:
         """Check the shape of a viewed array."""
         found = self.views.get(name)
-        if found is not None and found.shape != expected:
+        if self._sized and found is not None and found.shape != expected:
             self.fault(f"{name} must have shape {meaning} = {expected}; got {found.shape}")
 
     def rows(self, **arrays: Any) -> None:
@@ -210,8 +210,10 @@ class Checker:
     # ---- sizes -------------------------------------------------------------------------------
 
     def sizes(self, token_num: int, hidden_dim: int, named_by: str) -> None:
-        """Take the sizes of the call; whatever was wrong before is raised now."""
-        self.raise_faults()
+        """Take the sizes of the call; where one is unknown (-1) nothing is compared with them."""
+        self._sized = token_num >= 0 and hidden_dim >= 0
+        if not self._sized:
+            return
         self.token_num, self.hidden_dim = token_num, hidden_dim
         problem = row_problem(hidden_dim, self.dtype)
         if problem:

@@ -245,14 +245,8 @@ def test_fault(ranks: Ranks, name: str) -> None:
         ["capacity", "output alignment", "factor"],
         ["no gamma", "output alignment", "residual hidden"],
         ["overlapping residual", "read-only", "rows alignment"],
-        pytest.param(
-            ["rows dtype", "gamma dtype", "eps", "no outputs"],
-            marks=pytest.mark.xfail(reason="rows and indices are judged before the rest"),
-        ),
-        pytest.param(
-            ["wire", "gamma dtype", "eps"],
-            marks=pytest.mark.xfail(reason="dtypes are judged before the rest"),
-        ),
+        ["rows dtype", "gamma dtype", "eps", "no outputs"],
+        ["wire", "gamma dtype", "eps"],
     ],
     ids=", ".join,
 )

@@ -23,9 +23,11 @@ using u8 = std::uint8_t;
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
+using i32 = std::int32_t;
 
 constexpr u32 kWarp = 32;
 constexpr u16 kUnwritten = 0xffde;  // fills shared memory: a NaN in all types, and no sentinel
+constexpr u32 kTxMagic = 0x7ba221e5;
 constexpr u64 kCanary = 0x5ca1ab1e0ddba115;  // lowest word of each stack
 // Resident in a launch, unless one cluster needs more. libtsan dies near 8128 in a process: enough
 // for four ranks.
@@ -37,10 +39,19 @@ constexpr u32 kMaxFibers = 8192;
 
 // ---- the threads of a launch --------------------------------------------------------------------
 
-enum class At : u8 { kRunnable, kSpin, kBlockSync, kClusterWait, kShuffle, kWarpSync, kReturned };
-constexpr const char* kAtNames[] = {"runnable",        "spinning",        "in block_sync",
-                                    "in cluster_wait", "in shfl_xor_f32", "in warp_sync",
-                                    "have returned"};
+enum class At : u8 {
+  kRunnable,
+  kSpin,
+  kBlockSync,
+  kClusterWait,
+  kTxWait,
+  kShuffle,
+  kWarpSync,
+  kReturned
+};
+constexpr const char* kAtNames[] = {
+    "runnable",           "spinning",        "in block_sync", "in cluster_wait",
+    "in tx_barrier_wait", "in shfl_xor_f32", "in warp_sync",  "have returned"};
 
 // A meeting that each member joins once a phase. Nobody can be two phases ahead of anybody, so what
 // belongs to a phase is kept twice, by parity.
@@ -59,15 +70,15 @@ struct Cluster : Meeting {
 
 struct Block : Meeting {
   u32 live;
-  bool started;
   u8* shared;
   const void* shared_type;
 };
 
 struct alignas(64) Fiber : Thread {
   At at;
-  bool arrived;       // at the cluster's meeting, and did not wait yet
-  u32 cluster_phase;  // at which it arrived
+  bool arrived;                 // at the cluster's meeting, and did not wait yet
+  u32 meetings;                 // of the cluster that it knows to have ended
+  const TxBarrier* tx_barrier;  // that it waits for
   Warp* warp;
   Block* block;
   Cluster* cluster;
@@ -194,7 +205,6 @@ UNSEEN void fiber_main() {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
   context_started(rt.os_thread);
-  fiber.block->started = true;
   rt.kernel(rt.params);
 
   if (*static_cast<const u64*>(fiber.context.stack) != kCanary) {
@@ -229,6 +239,62 @@ UNSEEN bool join(Runtime& rt, Meeting& meeting, Fiber* fibers, u32 count, At whe
 
 UNSEEN Block* first_block(const Runtime& rt, const Fiber& fiber) {  // of the fiber's cluster
   return fiber.block - fiber.block_index % rt.config.cluster_blocks;
+}
+
+// The block of the caller's cluster in whose shared memory an address lies.
+UNSEEN Block& block_of(const void* address) {
+  Block* first = first_block(*runtime, self());
+  const u64 offset = reinterpret_cast<u64>(address) - reinterpret_cast<u64>(first->shared);
+  if (offset >= runtime->config.cluster_blocks * kSharedBytes) {
+    fail(kMoeArEmulatorMisuse, "%p is not in the cluster's shared memory", address);
+  }
+  return first[offset / kSharedBytes];
+}
+
+UNSEEN Block& running_block_of(const void* address) {
+  const Fiber& fiber = self();
+  Block& block = block_of(address);
+  const bool known = &block == fiber.block || fiber.meetings != 0;
+  if (!known || block.live == 0) {
+    const auto cta = static_cast<u32>(&block - first_block(*runtime, fiber));
+    fail(kMoeArEmulatorMisuse, "access to block %u of the cluster, which %s", cta,
+         known ? "has returned" : "may not have started");
+  }
+  return block;
+}
+
+UNSEEN void require_initialised(const TxBarrier& barrier) {
+  const Fiber& fiber = self();
+  if (reinterpret_cast<u64>(&barrier) % alignof(TxBarrier)) misaligned(&barrier, alignof(TxBarrier));
+  if (barrier.magic != kTxMagic) {
+    fail(kMoeArEmulatorMisuse, "a TxBarrier is used before tx_barrier_init");
+  }
+  if (barrier.owner != &fiber && barrier.owner_meetings >= fiber.meetings) {
+    fail(kMoeArEmulatorMisuse, "a TxBarrier is used, but no cluster_wait came after its init");
+  }
+}
+
+UNSEEN void tx_count(TxBarrier& barrier, Block& block, i32 arrivals, i32 bytes) {
+  Runtime& rt = *runtime;
+  require_initialised(barrier);
+  if (arrivals > barrier.arrivals) {
+    fail(kMoeArEmulatorMisuse, "tx_barrier_expect twice in a phase");
+  }
+  ++state.progress;
+  TSAN(__tsan_release(&barrier.order[barrier.phase]);)
+  barrier.arrivals -= arrivals;
+  barrier.bytes += bytes;
+  if (barrier.arrivals != 0 || barrier.bytes > 0) return;
+  if (barrier.bytes < 0) {
+    fail(kMoeArEmulatorMisuse, "%d bytes more in a phase than tx_barrier_expect was told",
+         -barrier.bytes);
+  }
+  barrier.arrivals = 1;
+  barrier.phase ^= 1;
+  Fiber* fibers = first_fiber(rt, block);
+  for (Fiber* f = fibers; f != fibers + rt.config.block_threads; ++f) {
+    if (f->at == At::kTxWait && f->tx_barrier == &barrier) make_runnable(rt, *f);
+  }
 }
 
 // ---- launching ----------------------------------------------------------------------------------
@@ -286,6 +352,7 @@ UNSEEN void start_cluster(Runtime& rt, u32 slot, u32 index) {
       Fiber& fiber = first_fiber(rt, block)[t];
       static_cast<Thread&>(fiber) = {t, threads, index * blocks + b, rt.config.grid_blocks};
       fiber.arrived = false;
+      fiber.meetings = 0;
       fiber.warp = &rt.warps.data()[(place * threads + t) / kWarp];
       if (t % kWarp == 0) *fiber.warp = {};
       fiber.block = &block;
@@ -424,14 +491,13 @@ UNSEEN void block_sync() {
   TSAN(__tsan_acquire(order);)
 }
 
+// Orders no memory, as on a GPU.
 UNSEEN void cluster_arrive() {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
   Cluster& cluster = *fiber.cluster;
   if (fiber.arrived) fail(kMoeArEmulatorMisuse, "cluster_arrive twice without a wait");
   fiber.arrived = true;
-  fiber.cluster_phase = cluster.phase;
-  TSAN(__tsan_release(&cluster.order[cluster.phase % 2]);)
   join(rt, cluster, first_fiber(rt, *first_block(rt, fiber)), rt.cluster_fibers, At::kClusterWait);
 }
 
@@ -439,27 +505,53 @@ UNSEEN void cluster_wait() {
   Fiber& fiber = self();
   Cluster& cluster = *fiber.cluster;
   if (!fiber.arrived) fail(kMoeArEmulatorMisuse, "cluster_wait without an arrive");
-  if (cluster.phase == fiber.cluster_phase) wait(*runtime, fiber, At::kClusterWait);
+  if (cluster.phase == fiber.meetings) wait(*runtime, fiber, At::kClusterWait);
   fiber.arrived = false;
-  TSAN(__tsan_acquire(&cluster.order[fiber.cluster_phase % 2]);)
+  ++fiber.meetings;
 }
 
 UNSEEN void* cluster_address(void* local, u32 cta) {
   const Fiber& fiber = self();
   const u32 blocks = runtime->config.cluster_blocks;
   if (cta >= blocks) fail(kMoeArEmulatorMisuse, "block %u of a cluster of %u", cta, blocks);
+  require_own(local);
   return static_cast<u8*>(local) + (first_block(*runtime, fiber)[cta].shared - fiber.block->shared);
 }
 
-UNSEEN void require_running(const void* address) {
-  const Block* first = first_block(*runtime, self());
-  const u64 cta = static_cast<u64>(static_cast<const u8*>(address) - first->shared) / kSharedBytes;
-  if (cta >= runtime->config.cluster_blocks) {
-    fail(kMoeArEmulatorMisuse, "%p is not in the cluster's shared memory", address);
+UNSEEN void require_own(const void* address) {
+  if (&block_of(address) == self().block) return;
+  fail(kMoeArEmulatorMisuse, "%p is in the shared memory of another block", address);
+}
+
+UNSEEN void require_running(const void* address) { running_block_of(address); }
+
+UNSEEN void tx_init(TxBarrier* barrier) {
+  const Fiber& fiber = self();
+  require_own(barrier);
+  if (barrier->magic == kTxMagic) fail(kMoeArEmulatorMisuse, "tx_barrier_init twice");
+  *barrier = {kTxMagic, 0, 1, 0, &fiber, fiber.meetings + fiber.arrived, {}};
+}
+
+UNSEEN void tx_expect(TxBarrier* barrier, u32 bytes) {
+  require_own(barrier);
+  tx_count(*barrier, *self().block, 1, static_cast<i32>(bytes));
+}
+
+UNSEEN void tx_wait(TxBarrier* barrier, u32 parity) {
+  Fiber& fiber = self();
+  require_own(barrier);
+  require_initialised(*barrier);
+  fiber.tx_barrier = barrier;
+  while (barrier->phase == parity) wait(*runtime, fiber, At::kTxWait);
+  TSAN(__tsan_acquire(&barrier->order[parity]);)
+}
+
+UNSEEN void tx_complete(TxBarrier* barrier, const void* stored, u32 bytes) {
+  Block& block = running_block_of(barrier);
+  if (&block != &running_block_of(stored)) {
+    fail(kMoeArEmulatorMisuse, "st_async_u32 to a block counts on the barrier of another");
   }
-  if (first[cta].started && first[cta].live != 0) return;
-  fail(kMoeArEmulatorMisuse, "access to block %u of the cluster, which %s", static_cast<u32>(cta),
-       first[cta].started ? "has returned" : "may not have started");
+  tx_count(*barrier, block, 0, -static_cast<i32>(bytes));
 }
 
 // Orders no memory, as on a GPU.

@@ -45,7 +45,22 @@ MOE_AR_EMULATOR_API const char* moe_ar_emulator_error();
 // which fibers share because just one of them runs at a time.
 #define MOE_AR_UNSEEN __attribute__((no_sanitize("thread")))
 
-// For cpu/moe_ar/ptx.cuh alone. Each shared library keeps its own emulator, hence hidden.
+// The rest is for cpu/moe_ar/ptx.cuh alone.
+namespace moe_ar::emulator {
+
+// In shared memory, a field of structs of kernels.
+struct alignas(8) TxBarrier {
+  std::uint32_t magic;  // once it is initialised
+  std::uint32_t phase;
+  std::int32_t arrivals, bytes;  // that the phase lacks; bytes may be stored before the arrival
+  const void* owner;             // the thread that initialised it
+  std::uint32_t owner_meetings;  // of the cluster that end before others know of it
+  char order[2];                 // by address, for each phase: what ThreadSanitizer is told of
+};
+
+}  // namespace moe_ar::emulator
+
+// Each shared library keeps its own emulator, hence hidden.
 #pragma GCC visibility push(hidden)
 namespace moe_ar::emulator {
 
@@ -76,8 +91,13 @@ void* block_shared(std::size_t bytes, const void* type);
 
 // What this block's shared memory has at `local`, in block `cta` of the cluster.
 void* cluster_address(void* local, std::uint32_t cta);
-// Of the block to which a cluster address belongs, as every access to it must.
-void require_running(const void* cluster_address);
+void require_own(const void* address);      // it lies in this block's shared memory
+void require_running(const void* address);  // in that of a block of the cluster, which runs
+
+void tx_init(TxBarrier* barrier);
+void tx_expect(TxBarrier* barrier, std::uint32_t bytes);
+void tx_wait(TxBarrier* barrier, std::uint32_t parity);
+void tx_complete(TxBarrier* barrier, const void* stored, std::uint32_t bytes);  // any block's
 
 [[noreturn]] void misaligned(const void* p, std::size_t alignment);
 

@@ -14,11 +14,10 @@ struct Words {
   u32 w[1024];
 };
 
-constexpr u32 kMaxRounds = 4;
-
+// By parity of the round.
 struct ClusterWords {
-  u32 of_block[kMaxRounds][16];
-  float weight;
+  u32 of_block[2][16];
+  TxBarrier ready[2];
 };
 
 }  // namespace
@@ -28,7 +27,7 @@ struct ClusterWords {
 MOE_AR_DEFINE_KERNEL(barrier, 1024, TestParams, p) {
   Words& shared = block_shared<Words>();
   const u32 me = thread_index(), n = block_threads();
-  u32 word = ld_u32(p.in + grid_thread());
+  u32 word = ld_u32(at(p.in, settled(grid_thread()), 4));
   for (u32 round = 0; round < p.rounds; ++round) {
     shared.w[me] = word;
     if (p.planted != 1) block_sync();
@@ -47,50 +46,100 @@ MOE_AR_DEFINE_KERNEL(shuffle, 1024, TestParams, p) {
     sum = own;
     for (u32 mask = 16; mask != 0; mask /= 2) sum += shfl_xor_f32(sum, mask);
   }
-  Words& shared = block_shared<Words>();
-  shared.w[thread_index()] = static_cast<u32>(sum);
+  const SharedPlace words = shared_place(&block_shared<Words>());
+  st_shared_u32(words + thread_index() * 4, static_cast<u32>(sum));
   if (p.planted == 1) {
     shfl_xor_f32(sum, 1);
   } else {
     warp_sync();
   }
-  p.out[grid_thread()] = shared.w[thread_index() ^ 31];
+  p.out[grid_thread()] = ld_shared_u32(words + (thread_index() ^ 31) * 4);
 }
 
 // In each round every block sends its weight times the round to all blocks of its cluster, and each
-// adds them up as they come. Planted: 1 does not wait for them, 2 stores to a block that nobody
-// knows to have started, 3 waits without arriving, 4 stores to a block that has returned, 5 polls
-// words that nobody emptied, 6 reads between arrival and wait, 7 a block does not arrive.
+// adds them up. Planted: 1 does not wait for them, 2 waits for the same parity in every round, 3 all
+// rounds in the same place, 4 takes the cluster's barrier for one that orders memory, 5 a block does
+// not arrive, 6 a block does not send, 7 expects too much.
 MOE_AR_DEFINE_KERNEL(cluster, 1024, TestParams, p) {
   ClusterWords& shared = block_shared<ClusterWords>();
   const u32 blocks = p.cluster_blocks, cta = block_index() % blocks, me = thread_index();
-  if (me == 0) shared.weight = static_cast<float>(ld_u32(p.in + block_index()) % 1000);
-  for (u32 i = me; p.planted != 5 && i < kMaxRounds * 16; i += block_threads()) {
-    st_relaxed_cluster_u32(shared_place(&shared.of_block[i / 16][i % 16]), kEmpty);
+  const float weight = static_cast<float>(ld_u32(p.in + block_index()) % 1000);
+  if (me == 0) {
+    tx_barrier_init(shared_place(&shared.ready[0]));
+    tx_barrier_init(shared_place(&shared.ready[1]));
   }
-  float weight = 0;
-  if (p.planted == 7 && cta == 1) return;
-  if (p.planted != 3) cluster_arrive_release();
-  if (p.planted == 6) weight = shared.weight;
-  if (p.planted != 2) cluster_wait_acquire();
-  if (p.planted != 6) weight = shared.weight;
-  if (p.planted == 4 && cta == 1) return;
-  for (u32 i = 0; p.planted == 4 && i < 1000; ++i) spin_pause();
+  u32* first_out = p.out + block_index() * block_threads();
+  if (me == 0) *first_out = 0;
+  if (p.planted == 5 && cta == 1) return;
+  cluster_arrive_relaxed();
+  cluster_wait();
+  if (p.planted == 4 && me == block_threads() - 1) *first_out += 1;
 
   float sum = 0;
   for (u32 round = 0; round < p.rounds; ++round) {
-    const auto word_of = [&](u32 b) { return shared_place(&shared.of_block[round][b]); };
-    if (me < blocks) {
+    const u32 half = round % 2;
+    const SharedPlace row = shared_place(shared.of_block[p.planted == 3 ? 0 : half]);
+    const SharedPlace ready = shared_place(&shared.ready[half]);
+    if (me < blocks && !(p.planted == 6 && cta == 1)) {
       const float share = weight * static_cast<float>(round + 1);
-      st_relaxed_cluster_u32(cluster_place(word_of(cta), me), as_u32(share));
+      st_async_u32(cluster_place(row + cta * 4, me), cluster_place(ready, me), as_u32(share));
     }
-    for (u32 b = 0; b < blocks; ++b) {
-      u32 word;
-      while ((word = ld_relaxed_cluster_u32(word_of(b))) == kEmpty && p.planted != 1) spin_pause();
-      sum += as_f32(word);
-    }
+    if (me == 0) tx_barrier_expect(ready, (p.planted == 7 ? blocks + 1 : blocks) * 4);
+    if (p.planted != 1) tx_barrier_wait(ready, p.planted == 2 ? 0 : round / 2 % 2);
+    for (u32 b = 0; b < blocks; ++b) sum += as_f32(ld_shared_u32(row + b * 4));
+    block_sync();  // the first warp, which sends, is not ahead of those that read
   }
   p.out[grid_thread()] = static_cast<u32>(sum);
+}
+
+// What would be undefined on a GPU; `planted` says which. For clusters of two blocks.
+MOE_AR_DEFINE_KERNEL(misuse, 1024, TestParams, p) {
+  ClusterWords& shared = block_shared<ClusterWords>();
+  const auto planted = static_cast<Misuse>(p.planted);
+  const u32 cta = block_index() % 2, me = thread_index();
+  const SharedPlace word = shared_place(&shared.of_block[0][0]);
+  const SharedPlace ready = shared_place(&shared.ready[0]);
+  const SharedPlace peer_word = cluster_place(word, cta ^ 1);
+  const SharedPlace peer_ready = cluster_place(ready, cta ^ 1);
+
+  if (planted == kWaitBeforeArrive) cluster_wait();
+  if (me == 0 && planted != kNoInit && planted != kInitAfterArrive) tx_barrier_init(ready);
+  if (planted == kUseBeforeWait && me == 1) tx_barrier_expect(ready, 4);
+  if (planted == kStoreBeforeWait && me == 0) st_async_u32(peer_word, peer_ready, 1);
+  cluster_arrive_relaxed();
+  if (planted == kArriveTwice) cluster_arrive_relaxed();
+  if (planted == kInitAfterArrive && me == 0) tx_barrier_init(ready);
+  if (planted == kUseAfterArrive && me == 1) tx_barrier_wait(ready, 0);
+  cluster_wait();
+  if (planted == kStoreToReturned) {
+    if (cta == 1) return;
+    for (u32 i = 0; i < 1000; ++i) spin_pause();
+  }
+  if (me == 1) {
+    if (planted == kInitTwice) tx_barrier_init(ready);
+    if (planted == kInitOfPeer) tx_barrier_init(peer_ready);
+    if (planted == kExpectTwice) {
+      for (u32 i = 0; i < 2; ++i) tx_barrier_expect(ready, 4);
+    }
+    if (planted == kExpectOfPeer) tx_barrier_expect(peer_ready, 4);
+    if (planted == kWaitForPeer) tx_barrier_wait(peer_ready, 0);
+    if (planted == kTooManyBytes) {
+      st_async_u32(word, ready, 1);
+      st_async_u32(word + 4, ready, 1);
+      tx_barrier_expect(ready, 4);
+    }
+    if (planted == kOtherBarrier) st_async_u32(peer_word, ready, 1);
+    if (planted == kUnalignedBarrier) tx_barrier_wait(ready + 4, 0);
+    if (planted == kPlainStoreToPeer) st_shared_u32(peer_word, 1);
+    if (planted == kPlainLoadFromPeer) ld_shared_u32(peer_word);
+    if (planted == kPlaceOfPeer) cluster_place(peer_word, 0);
+    if (planted == kPlaceBeyondCluster) cluster_place(word, 2);
+    if (planted == kPlaceOutside) st_async_u32(shared_place(p.out), ready, 1);
+    if (planted == kTwoTypes) block_shared<Words>();
+    st_async_u32(peer_word, peer_ready, 1);
+  }
+  if (me == 0) tx_barrier_expect(ready, 4);
+  tx_barrier_wait(ready, 0);
 }
 
 // The protocol of the library in small: each thread pushes 16 bytes to every peer, polls its own
@@ -99,6 +148,7 @@ MOE_AR_DEFINE_KERNEL(exchange, 1024, TestParams, p) {
   const u32 epoch = ld_relaxed_gpu_u32(&p.control->epoch);
   block_sync();
   if (thread_index() == 0) {
+    red_add_relaxed_gpu_u64(&p.control->blocks, 1);
     u32 arrived = ld_relaxed_gpu_u32(&p.control->arrived), seen;
     while ((seen = atom_cas_relaxed_gpu_u32(&p.control->arrived, arrived, arrived + 1)) !=
            arrived) {

@@ -10,6 +10,33 @@ constexpr std::uint32_t kEmpty = 0x80000000;
 // Control words of a rank, advanced on the "device".
 struct TestControl {
   std::uint32_t epoch, arrived;
+  std::uint64_t blocks;  // that took part in an exchange
+};
+
+enum Misuse : std::uint32_t {
+  kNoMisuse,
+  kNoInit,
+  kInitTwice,
+  kInitOfPeer,
+  kInitAfterArrive,
+  kUseBeforeWait,
+  kUseAfterArrive,
+  kUnalignedBarrier,
+  kExpectTwice,
+  kExpectOfPeer,
+  kWaitForPeer,
+  kTooManyBytes,
+  kOtherBarrier,
+  kWaitBeforeArrive,
+  kArriveTwice,
+  kStoreBeforeWait,
+  kStoreToReturned,
+  kPlainStoreToPeer,
+  kPlainLoadFromPeer,
+  kPlaceOfPeer,
+  kPlaceBeyondCluster,
+  kPlaceOutside,
+  kTwoTypes,
 };
 
 struct TestParams {
@@ -37,6 +64,8 @@ extern "C" {
 void barrier(const void* params);
 void shuffle(const void* params);
 void cluster(const void* params);
+void misuse(const void* params);
+void row_sums(const void* params);
 void exchange(const void* params);
 void publish(const void* params);
 void stuck(const void* params);

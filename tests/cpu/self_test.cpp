@@ -89,6 +89,24 @@ int cluster_test(Shape shape) {
   });
 }
 
+int row_sums_test(Shape shape) {
+  constexpr u32 kRounds = 5;
+  return run("row_sums", row_sums, shape, kRounds, [&](const std::vector<u32>& in, u32 i) {
+    const u32 threads = shape.threads * shape.cluster, first = i / threads * threads;
+    u32 sum = 0;
+    for (u32 t = 0; t < threads; ++t) sum += in[first + t] % 100;
+    return (1 + 2 + 3 + 4 + 5) * 3 * sum;
+  });
+}
+
+int misuse_test() {
+  const auto always = [](const std::vector<u32>&, u32) { return 0xdeadbeef; };
+  const int status = run("misuse", misuse, {4, 64, 2}, 0, always);
+  planted = 0;
+  const int after = run("misuse", misuse, {4, 64, 2}, 0, always);
+  return after != 0 ? 2 : status;
+}
+
 // `ranks` OS threads, each with launches of changing shape.
 int exchange_test(u32 ranks) {
   const Shape shapes[] = {{2, 64}, {3, 32}, {1, 96, 1, 1}, {4, 32, 2, 1}, {2, 64}, {4, 64, 2}};
@@ -97,8 +115,9 @@ int exchange_test(u32 ranks) {
   std::vector<int> statuses(ranks);
   const auto run_rank = [&](u32 rank) {
     TestControl control{};
-    u32 launches = 0;
+    u32 launches = 0, blocks = 0;
     for (const Shape& shape : shapes) {
+      blocks += shape.blocks;
       const u32 n = shape.blocks * shape.threads;
       const std::vector<u32> in = inputs(n, 1000 * launches + rank);
       std::vector<u32> out(n, 0xdeadbeef);
@@ -117,6 +136,7 @@ int exchange_test(u32 ranks) {
         }
         status = check("exchange", i, out[i], sum);
       }
+      if (status == 0) status = check("blocks", 0, static_cast<u32>(control.blocks), blocks);
       if (status != 0) {
         statuses[rank] = status;
         return;
@@ -190,7 +210,9 @@ int clean_test() {
   for (const Shape& shape : {Shape{3, 64}, Shape{8, 32, 8}, Shape{12, 64, 4, 1}, Shape{16, 32, 16},
                              Shape{8, 96, 2, 3}}) {
     if (const int status = cluster_test(shape)) return status;
+    if (const int status = row_sums_test(shape)) return status;
   }
+  if (const int status = misuse_test()) return status;
   for (u32 ranks : {2, 3}) {
     if (const int status = exchange_test(ranks)) return status;
   }
@@ -210,6 +232,8 @@ int main(int argc, char** argv) {
   if (test == "barrier") return barrier_test({2, 128});
   if (test == "shuffle") return shuffle_test({2, 64});
   if (test == "cluster") return cluster_test({4, 64, 2});
+  if (test == "row_sums") return row_sums_test({8, 96, 4});
+  if (test == "misuse") return misuse_test();
   if (test == "exchange") return exchange_test(2);
   if (test == "publish") return publish_test();
   if (test == "stuck") return stuck_test();

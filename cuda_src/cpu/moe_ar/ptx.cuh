@@ -57,7 +57,7 @@ inline u64 mad_wide(u32 a, u32 b, u64 base) { return base + u64{a} * b; }
 
 template <class T>
 inline T* at(T* base, u32 a, u32 b) {
-  return base + u64{a} * b;
+  return reinterpret_cast<T*>(mad_wide(a, b, reinterpret_cast<u64>(base)));
 }
 
 // Shared memory of this block, as one struct; NaN until written.
@@ -166,6 +166,7 @@ inline void red_add_relaxed_gpu_u64(void* p, u64 v) {
   preempt();
   emulator::note_progress();
   __atomic_fetch_add(aligned<Word64>(p), v, __ATOMIC_RELAXED);
+  preempt();
 }
 
 inline u32 atom_cas_relaxed_gpu_u32(void* p, u32 expected, u32 desired) {
@@ -181,7 +182,7 @@ inline u32 atom_cas_relaxed_gpu_u32(void* p, u32 expected, u32 desired) {
 
 inline void block_sync() { emulator::block_sync(); }
 
-// All threads of the cluster arrive, then wait.
+// All threads of the cluster arrive, then wait. Orders no memory.
 inline void cluster_arrive_relaxed() { emulator::cluster_arrive(); }
 inline void cluster_wait() { emulator::cluster_wait(); }
 
@@ -192,15 +193,22 @@ struct SharedPlace {
   SharedPlace operator+(u32 bytes) const { return {address + bytes}; }
 };
 
-inline SharedPlace shared_place(void* local) { return {static_cast<u8*>(local)}; }
+inline SharedPlace shared_place(const void* local) {
+  return {static_cast<u8*>(const_cast<void*>(local))};
+}
 
+// The same place in block `cta` of the cluster.
 inline SharedPlace cluster_place(SharedPlace place, u32 cta) {
   return {static_cast<u8*>(emulator::cluster_address(place.address, cta))};
 }
 
-inline u32 ld_shared_u32(SharedPlace place) { return load<Word32>(place.address); }
+inline u32 ld_shared_u32(SharedPlace place) {
+  emulator::require_own(place.address);
+  return load<Word32>(place.address);
+}
 
 inline void st_shared_u32(SharedPlace place, u32 v) {
+  emulator::require_own(place.address);
   preempt();
   emulator::note_progress();
   *aligned<Word32>(place.address) = v;
@@ -208,45 +216,34 @@ inline void st_shared_u32(SharedPlace place, u32 v) {
 
 // A barrier in shared memory that completes a phase once its one arrival has come and as many bytes
 // as that announced have been stored to it.
-struct TxBarrier {
-  u32 phase;
-  i32 arrivals_missing;
-  i32 bytes_missing;
-};
+using TxBarrier = emulator::TxBarrier;
 
-inline void tx_barrier_init(SharedPlace barrier) {
-  *reinterpret_cast<TxBarrier*>(barrier.address) = {0, 1, 0};
+inline TxBarrier* tx_barrier(SharedPlace place) {
+  return reinterpret_cast<TxBarrier*>(place.address);
 }
 
-// One step on the hardware: no other thread runs in between.
-inline void tx_barrier_count(SharedPlace place, i32 arrivals, i32 bytes) {
-  auto* barrier = reinterpret_cast<TxBarrier*>(place.address);
-  emulator::note_progress();
-  const i32 missing = __atomic_sub_fetch(&barrier->arrivals_missing, arrivals, __ATOMIC_ACQ_REL);
-  const i32 bytes_missing = __atomic_add_fetch(&barrier->bytes_missing, bytes, __ATOMIC_ACQ_REL);
-  if (missing != 0 || bytes_missing != 0) return;
-  __atomic_store_n(&barrier->arrivals_missing, 1, __ATOMIC_RELAXED);
-  __atomic_fetch_xor(&barrier->phase, 1, __ATOMIC_ACQ_REL);
-}
+// By one thread, before cluster_arrive_relaxed.
+inline void tx_barrier_init(SharedPlace barrier) { emulator::tx_init(tx_barrier(barrier)); }
 
 // The arrival, by one thread of the block a phase; it may come before or after the stores.
 inline void tx_barrier_expect(SharedPlace barrier, u32 bytes) {
   preempt();
-  tx_barrier_count(barrier, 1, static_cast<i32>(bytes));
+  emulator::tx_expect(tx_barrier(barrier), bytes);
 }
 
 // Waits for the end of the phase of that parity; what was stored to the barrier is visible then.
 inline void tx_barrier_wait(SharedPlace barrier, u32 parity) {
-  const auto* phase = &reinterpret_cast<TxBarrier*>(barrier.address)->phase;
-  while (__atomic_load_n(phase, __ATOMIC_ACQUIRE) == parity) emulator::spin_pause();
+  preempt();
+  emulator::tx_wait(tx_barrier(barrier), parity);
 }
 
 // Stores to a block of the cluster and counts 4 bytes on that block's barrier.
 inline void st_async_u32(SharedPlace place, SharedPlace barrier, u32 v) {
-  emulator::require_running(place.address);
-  st_shared_u32(place, v);
   preempt();
-  tx_barrier_count(barrier, 0, -4);
+  emulator::require_running(place.address);
+  *aligned<Word32>(place.address) = v;
+  preempt();
+  emulator::tx_complete(tx_barrier(barrier), place.address, sizeof v);
 }
 
 // All 32 lanes take part; orders memory among them.
