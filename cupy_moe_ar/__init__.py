@@ -10,11 +10,15 @@ from .errors import (
     WorkspaceError,
 )
 from .ops import (
+    PlannedCall,
     allgather_residual_rmsnorm,
     allreduce_fusion,
     moe_finalize_allreduce_fusion,
     moe_finalize_reduce_scatter,
     moe_reduction_allreduce_fusion,
+    plan_allreduce_fusion,
+    plan_moe_finalize_allreduce_fusion,
+    plan_moe_reduction_allreduce_fusion,
     reduce_scatter,
 )
 from .plan import LaunchShape
@@ -29,6 +33,7 @@ __all__ = [
     "LaunchShape",
     "MoeArError",
     "PeerTimeoutError",
+    "PlannedCall",
     "UnsupportedError",
     "Workspace",
     "WorkspaceError",
@@ -37,6 +42,9 @@ __all__ = [
     "moe_finalize_allreduce_fusion",
     "moe_finalize_reduce_scatter",
     "moe_reduction_allreduce_fusion",
+    "plan_allreduce_fusion",
+    "plan_moe_finalize_allreduce_fusion",
+    "plan_moe_reduction_allreduce_fusion",
     "reduce_scatter",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from . import abi
 from .compile import CPU, Variant, compile_all
@@ -86,24 +86,30 @@ class CpuBackend:
         """Wrap the group's minimum; the emulator has as many SMs as a large GPU."""
         return KernelLimits(resident, 132)
 
-    def run(
-        self, variant: Variant, plan: RowPlan, params: abi.Params, stream: int, programmatic: bool
-    ) -> None:
-        """Run one launch to its end."""
+    def bind(
+        self, variant: Variant, plan: RowPlan, params: abi.Params, programmatic: bool
+    ) -> Callable[[int], None]:
+        """Return what runs one launch with these parameters to its end; it keeps them."""
         library = self._libraries[variant]
         kernel = library[variant.kernels[plan.shape.kernel]]
-        config = _LaunchConfig(
-            grid_blocks=plan.grid_blocks,
-            block_threads=plan.shape.block_threads,
-            cluster_blocks=plan.shape.cluster_blocks,
-            resident_clusters=self.resident_clusters,
-            seed=self.seed,
-            watchdog_seconds=0.0,  # the kernel bounds its own waits
-        )
-        status = library.moe_ar_emulator_launch(kernel, ctypes.byref(params), ctypes.byref(config))
-        if status:
-            words = library.moe_ar_emulator_error().decode()
-            raise WorkspaceError(f"{variant.kernel_name} failed in the emulator: {words}")
+
+        def run(stream: int) -> None:
+            config = _LaunchConfig(
+                grid_blocks=plan.grid_blocks,
+                block_threads=plan.shape.block_threads,
+                cluster_blocks=plan.shape.cluster_blocks,
+                resident_clusters=self.resident_clusters,
+                seed=self.seed,
+                watchdog_seconds=0.0,  # the kernel bounds its own waits
+            )
+            status = library.moe_ar_emulator_launch(
+                kernel, ctypes.byref(params), ctypes.byref(config)
+            )
+            if status:
+                words = library.moe_ar_emulator_error().decode()
+                raise WorkspaceError(f"{variant.kernel_name} failed in the emulator: {words}")
+
+        return run
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Copy memory of the backend."""

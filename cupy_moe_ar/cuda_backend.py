@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from . import abi
 from .compile import Variant, compile_all, nvrtc_version
@@ -174,13 +174,22 @@ class CudaBackend:
         sms = (self.device_limits.sm_count - self._sm_margin) // self.ranks_on_device
         return KernelLimits(resident, sms)
 
-    def run(
-        self, variant: Variant, plan: RowPlan, params: abi.Params, stream: int, programmatic: bool
-    ) -> None:
-        """Enqueue one launch."""
-        launcher = self.launcher(variant, plan, programmatic)
-        with self._on_device():
-            launcher.launch(ctypes.addressof(params), stream)
+    def bind(
+        self, variant: Variant, plan: RowPlan, params: abi.Params, programmatic: bool
+    ) -> Callable[[int], None]:
+        """Return what enqueues one launch with these parameters on a stream; it keeps them."""
+        launch = self.launcher(variant, plan, programmatic).launch
+        current, device = self._runtime.getDevice, self.device
+
+        def enqueue(stream: int, params: abi.Params = params) -> None:
+            if current() == device:
+                launch(address, stream)
+                return
+            with self._on_device():
+                launch(address, stream)
+
+        address = ctypes.addressof(params)
+        return enqueue
 
     def launcher(self, variant: Variant, plan: RowPlan, programmatic: bool) -> KernelLaunch:
         """Return the prepared launch of a plan; `programmatic` counts from sm_90 on."""

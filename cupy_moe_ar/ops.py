@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
-from .arrays import CPU, current_stream, stream_handle
+from .arrays import CPU, current_stream, stream_handle, view
 from .call import (
     Call,
     describe_allgather,
@@ -19,16 +21,22 @@ from .checks import Home
 from .errors import ArgumentError
 from .plan import LaunchShape
 from .types import DType
-from .workspace import Workspace
+from .workspace import Launch, Workspace
 
 __all__ = [
+    "PlannedCall",
     "allgather_residual_rmsnorm",
     "allreduce_fusion",
     "moe_finalize_allreduce_fusion",
     "moe_finalize_reduce_scatter",
     "moe_reduction_allreduce_fusion",
+    "plan_allreduce_fusion",
+    "plan_moe_finalize_allreduce_fusion",
+    "plan_moe_reduction_allreduce_fusion",
     "reduce_scatter",
 ]
+
+_REMEMBERED = 4096  # checked calls that a workspace keeps
 
 
 def moe_finalize_allreduce_fusion(
@@ -512,6 +520,71 @@ def allgather_residual_rmsnorm(
     )
 
 
+class PlannedCall:
+    """A call that was checked and planned once, to be launched any number of times.
+
+    It keeps its arrays. What they hold is read at each launch; in a CUDA graph too.
+    """
+
+    __slots__ = ("_arrays", "_launch", "_stream")
+
+    def __init__(self, launch: Launch, stream: int, arrays: dict[str, Any]) -> None:
+        """Bind; made by the `plan_*` functions."""
+        self._launch = launch
+        self._stream = stream
+        self._arrays = arrays
+
+    def run(self, stream: Any = None) -> None:
+        """Launch, and do nothing else.
+
+        Args:
+            stream: As the operation's; None is the stream of the time of planning.
+
+        Raises:
+            WorkspaceError: The workspace was closed.
+            PeerTimeoutError: An earlier launch gave up waiting for a peer.
+        """
+        self._launch.run(self._stream if stream is None else stream_handle(stream))
+
+
+def plan_moe_finalize_allreduce_fusion(
+    allreduce_in: Any, workspace: Workspace, **arguments: Any
+) -> PlannedCall:
+    """Check and plan a `moe_finalize_allreduce_fusion`, whose arguments it takes."""
+    first = {"allreduce_in": allreduce_in}
+    function = "moe_finalize_allreduce_fusion"
+    return _plan(function, describe_moe_finalize, workspace, {**first, **arguments})
+
+
+def plan_allreduce_fusion(allreduce_in: Any, workspace: Workspace, **arguments: Any) -> PlannedCall:
+    """Check and plan an `allreduce_fusion`, whose arguments it takes."""
+    first = {"allreduce_in": allreduce_in}
+    return _plan("allreduce_fusion", describe_allreduce, workspace, {**first, **arguments})
+
+
+def plan_moe_reduction_allreduce_fusion(
+    moe_reduction_active_experts_token_input: Any, workspace: Workspace, **arguments: Any
+) -> PlannedCall:
+    """Check and plan a `moe_reduction_allreduce_fusion`, whose arguments it takes."""
+    first = {"moe_reduction_active_experts_token_input": moe_reduction_active_experts_token_input}
+    function = "moe_reduction_allreduce_fusion"
+    return _plan(function, describe_moe_reduction, workspace, {**first, **arguments})
+
+
+def _plan(
+    function: str, describe: Callable[..., Call], workspace: Workspace, arguments: dict[str, Any]
+) -> PlannedCall:
+    home = workspace.home(function)
+    stream = arguments.pop("stream", None)
+    options = {
+        name: arguments.pop(name)
+        for name in ("launch_with_pdl", "launch_shape")
+        if name in arguments
+    }
+    launch = workspace.plan(function, describe(home, **arguments), **options)
+    return PlannedCall(launch, _stream(function, home, stream, arguments), arguments)
+
+
 def _launch(
     function: str,
     describe: Callable[..., Call],
@@ -522,19 +595,36 @@ def _launch(
     launch_shape: LaunchShape | None,
     stream: Any,
 ) -> None:
-    """Check, then launch on the stream of the first of `arguments` unless one is given."""
+    """Check, then launch on the stream of the first of `arguments` unless one is given.
+
+    A call that was made before with the same arrays at the same addresses is not checked again.
+    """
     home = workspace.home(function)
-    source = next(iter(arguments))
-    handle = 0
-
-    def described() -> Call:
-        nonlocal handle
+    options: Any = {"launch_with_pdl": launch_with_pdl, "launch_shape": launch_shape}
+    launch, key = None, None
+    if workspace.checked:
+        call = _agreed(workspace, function, lambda: describe(home, **arguments))
+        launch = workspace.plan(function, call, **options)
+    else:
+        with contextlib.suppress(TypeError, ValueError):  # `describe` puts them into words
+            key = (function, *options.values(), *map(_identity, arguments.values()))
+            launch = workspace.launches.get(key)
+    if launch is None:
         call = describe(home, **arguments)
-        handle = _stream(function, home, stream, source, arguments[source])
-        return call
+        launch = workspace.plan(function, call, **options)
+        if len(workspace.launches) >= _REMEMBERED:
+            workspace.launches.clear()
+        if key is not None:
+            workspace.launches[key] = launch
+    launch.run(_stream(function, home, stream, arguments))
 
-    call = _agreed(workspace, function, described) if workspace.checked else described()
-    workspace.run(call, stream=handle, launch_with_pdl=launch_with_pdl, launch_shape=launch_shape)
+
+def _identity(argument: Any) -> Any:
+    """Return what of an argument a checked call depends on."""
+    if argument is None or isinstance(argument, (str, DType, Real)):
+        return argument
+    found = view(argument)
+    return (*found[:3], found.device, found.readonly, found.dtype_name)
 
 
 def _agreed(workspace: Workspace, function: str, describe: Callable[[], Call]) -> Call:
@@ -548,7 +638,8 @@ def _agreed(workspace: Workspace, function: str, describe: Callable[[], Call]) -
     return call
 
 
-def _stream(function: str, home: Home, stream: Any, source: str, array: Any) -> int:
+def _stream(function: str, home: Home, stream: Any, arguments: dict[str, Any]) -> int:
+    source, array = next(iter(arguments.items()))
     if home.device == CPU:
         if stream is not None:
             raise ArgumentError(function, [f"stream must be None on the CPU; got {stream!r}"])

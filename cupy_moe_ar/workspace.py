@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,32 @@ from .types import DType
 __all__ = ["Workspace"]
 
 _log = logging.getLogger(__name__)
+
+
+class Launch:
+    """A checked and planned call, bound to a workspace and to the addresses of its arrays."""
+
+    __slots__ = ("_enqueue", "_record", "_workspace")
+
+    def __init__(self, workspace: Workspace, enqueue: Callable[[int], None]) -> None:
+        """Bind; for `Workspace.plan`."""
+        self._workspace = workspace
+        self._record = workspace._backend.record
+        self._enqueue = enqueue
+
+    def run(self, stream: int) -> None:
+        """Launch on a stream.
+
+        Raises:
+            WorkspaceError: The workspace is closed.
+            PeerTimeoutError: An earlier launch gave up waiting for a peer.
+        """
+        workspace = self._workspace
+        if workspace._closed:
+            raise WorkspaceError("the workspace of this launch is closed")
+        if self._record.valid:
+            workspace.check()
+        self._enqueue(stream)
 
 
 class Workspace:
@@ -165,7 +191,7 @@ class Workspace:
             oneshot,
         )
         self._limits: dict[Variant, KernelLimits] = {}
-        self._plans: dict[tuple[Variant, int, int, LaunchShape | None], RowPlan] = {}
+        self.launches: dict[Hashable, Launch] = {}
         self._checked = os.environ.get("MOE_AR_CHECK", "0") not in ("", "0")
         self._memory, control = self._backend.allocate(group, self.nbytes)
         self._params = abi.Params(
@@ -375,7 +401,7 @@ class Workspace:
             shapes = self._limits[variant].resident_clusters
             for kernel in variant.kernels:
                 shape = next(s for s in shapes if s.kernel == kernel)
-                self._backend.run(variant, RowPlan(shape, shape.cluster_blocks), params, 0, False)
+                self._backend.bind(variant, RowPlan(shape, shape.cluster_blocks), params, False)(0)
         self._backend.synchronize()
 
     def check(self) -> None:
@@ -426,23 +452,28 @@ class Workspace:
 
     # ---- calls ---------------------------------------------------------------------------------
 
-    def run(
+    def plan(
         self,
+        function: str,
         call: Call,
         *,
-        stream: int = 0,
         launch_with_pdl: bool = False,
         launch_shape: LaunchShape | None = None,
-    ) -> None:
-        """Launch a checked call; for the operations of `ops`.
+    ) -> Launch:
+        """Prepare a checked call for launching any number of times; for the operations of `ops`.
+
+        Args:
+            function: The operation's name, for messages.
+            call: What `call.describe_*` returned.
+            launch_with_pdl: As the operation's.
+            launch_shape: As the operation's.
 
         Raises:
             WorkspaceError: The call's dtypes were not prepared.
-            PeerTimeoutError: An earlier launch gave up.
+            ArgumentError: `launch_shape` does not fit.
         """
-        self.check()
         if call.token_num == 0:
-            return
+            return Launch(self, lambda stream: None)
         variant = Variant(
             call.operation, call.protocol, call.dtype, call.comm_dtype, self.world_size
         )
@@ -453,10 +484,8 @@ class Workspace:
                 f"{call.comm_dtype.value}; call workspace.prepare(dtype='{call.dtype.value}', "
                 f"comm_dtype='{call.comm_dtype.value}') on every rank first"
             )
-        key = (variant, call.token_num, call.row_vectors, launch_shape)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = plan_rows(
+        try:
+            plan = plan_rows(
                 call.token_num,
                 call.row_vectors,
                 limits,
@@ -464,11 +493,14 @@ class Workspace:
                 protocol=call.protocol,
                 world_size=self.world_size,
             )
-        call.fill(self._params)
-        self._params.cluster_log2 = plan.shape.cluster_blocks.bit_length() - 1
+        except ValueError as error:
+            raise ArgumentError(function, [str(error)]) from error
+        params = abi.Params.from_buffer_copy(self._params)
+        call.fill(params)
+        params.cluster_log2 = plan.shape.cluster_blocks.bit_length() - 1
         if self._backend.ranks_on_device > 1:
-            self._params.flags &= ~abi.Flag.TRIGGER_EARLY
-        self._backend.run(variant, plan, self._params, stream, launch_with_pdl)
+            params.flags &= ~abi.Flag.TRIGGER_EARLY
+        return Launch(self, self._backend.bind(variant, plan, params, launch_with_pdl))
 
     def home(self, function: str) -> Home:
         """Return what the call rules need; raises if the workspace is closed."""

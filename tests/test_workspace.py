@@ -206,7 +206,7 @@ SLAB: Any = HostSlab if backend() == "cpu" else CudaSlab
         (SLAB, "open", "mapping"),
         (SLAB, "read_words", "probing"),
         (BACKEND, "load", "loading"),
-        (BACKEND, "run", "warming up"),
+        (BACKEND, "bind", "warming up"),
     ],
 )
 @each_world(2, 3)

@@ -49,9 +49,9 @@ enum class At : u8 {
   kWarpSync,
   kReturned
 };
-constexpr const char* kAtNames[] = {
-    "runnable",           "spinning",        "in block_sync", "in cluster_wait",
-    "in tx_barrier_wait", "in shfl_xor_f32", "in warp_sync",  "have returned"};
+constexpr const char* kAtNames[] = {"runnable",        "spinning",           "in block_sync",
+                                    "in cluster_wait", "in tx_barrier_wait", "in shfl_xor_f32",
+                                    "in warp_sync",    "have returned"};
 
 // A meeting that each member joins once a phase. Nobody can be two phases ahead of anybody, so what
 // belongs to a phase is kept twice, by parity.
@@ -265,7 +265,8 @@ UNSEEN Block& running_block_of(const void* address) {
 
 UNSEEN void require_initialised(const TxBarrier& barrier) {
   const Fiber& fiber = self();
-  if (reinterpret_cast<u64>(&barrier) % alignof(TxBarrier)) misaligned(&barrier, alignof(TxBarrier));
+  if (reinterpret_cast<u64>(&barrier) % alignof(TxBarrier))
+    misaligned(&barrier, alignof(TxBarrier));
   if (barrier.magic != kTxMagic) {
     fail(kMoeArEmulatorMisuse, "a TxBarrier is used before tx_barrier_init");
   }

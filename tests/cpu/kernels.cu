@@ -57,9 +57,9 @@ MOE_AR_DEFINE_KERNEL(shuffle, 1024, TestParams, p) {
 }
 
 // In each round every block sends its weight times the round to all blocks of its cluster, and each
-// adds them up. Planted: 1 does not wait for them, 2 waits for the same parity in every round, 3 all
-// rounds in the same place, 4 takes the cluster's barrier for one that orders memory, 5 a block does
-// not arrive, 6 a block does not send, 7 expects too much.
+// adds them up. Planted: 1 does not wait for them, 2 waits for the same parity in every round, 3
+// all rounds in the same place, 4 takes the cluster's barrier for one that orders memory, 5 a block
+// does not arrive, 6 a block does not send, 7 expects too much.
 MOE_AR_DEFINE_KERNEL(cluster, 1024, TestParams, p) {
   ClusterWords& shared = block_shared<ClusterWords>();
   const u32 blocks = p.cluster_blocks, cta = block_index() % blocks, me = thread_index();
