@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 from .arrays import CPU, current_stream, stream_handle, view
@@ -36,6 +35,7 @@ __all__ = [
     "reduce_scatter",
 ]
 
+_PLAIN = frozenset((type(None), bool, int, float, str, DType))
 _REMEMBERED = 4096  # checked calls that a workspace keeps
 
 
@@ -621,10 +621,10 @@ def _launch(
 
 def _identity(argument: Any) -> Any:
     """Return what of an argument a checked call depends on."""
-    if argument is None or isinstance(argument, (str, DType, Real)):
+    if argument.__class__ in _PLAIN:
         return argument
     found = view(argument)
-    return (*found[:3], found.device, found.readonly, found.dtype_name)
+    return found[:3] + found[4:6] + found[8:]
 
 
 def _agreed(workspace: Workspace, function: str, describe: Callable[[], Call]) -> Call:
