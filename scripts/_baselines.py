@@ -11,14 +11,14 @@ import functools
 import hashlib
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from _ranks import Rank
 from _workload import Case
 
-from cupy_moe_ar import DType, abi
+from cupy_moe_ar import DType, Workspace, abi, plan_allreduce_fusion
 from cupy_moe_ar import compile as compiler
 from cupy_moe_ar.compile import Variant
 from cupy_moe_ar.group import staged
@@ -211,6 +211,76 @@ class Floors:
         return statistics.median(samples[2:]) * 1e-6
 
 
+def separate_finalize(
+    rank: Rank, kernels: Kernels, case: Case, inputs: dict[str, Any], partial: Any
+) -> Callable[[], None]:
+    """Return what enqueues a finalize kernel of its own, which writes this rank's `partial`."""
+
+    def pointer(name: str) -> int:
+        return int(inputs[name].data.ptr) if name in inputs else 0
+
+    vectors = case.row_bytes // abi.VECTOR_BYTES
+    parameters = _Finalize(
+        rows=pointer("allreduce_in"),
+        index=pointer("expanded_idx_to_permuted_idx"),
+        scale=pointer("expert_scale_factor"),
+        shared=pointer("shared_expert_output"),
+        partial=partial.data.ptr,
+        num_rows=inputs["allreduce_in"].shape[0],
+        row_vectors=vectors,
+        tokens=case.tokens,
+        top_k=case.model.top_k,
+        factor=case.model.factor,
+    )
+    launch = kernels.launch("finalize", -(-case.tokens * vectors // 128), 128)
+    return lambda: launch.launch(ctypes.addressof(parameters), rank.stream.ptr)
+
+
+def ar_fusion_us(
+    rank: Rank,
+    kernels: Kernels,
+    workspace: Workspace,
+    case: Case,
+    inputs: dict[str, Any],
+    residual_out: Any,
+    norm_out: Any,
+) -> float:
+    """Time a finalize kernel and `allreduce_fusion` as one launch; collective.
+
+    Args:
+        rank: This one.
+        kernels: Loaded ones.
+        workspace: Of `allreduce_fusion`.
+        case: The shape.
+        inputs: Arrays on the device, by the operation's argument names.
+        residual_out: On the device; written.
+        norm_out: On the device; written.
+    """
+    import cupy
+
+    partial = cupy.empty_like(residual_out)
+    finalize = separate_finalize(rank, kernels, case, inputs, partial)
+    rest = plan_allreduce_fusion(
+        partial,
+        workspace,
+        residual_in=inputs["residual_in"],
+        rms_gamma=inputs["rms_gamma"],
+        rms_eps=case.eps,
+        weight_bias=case.model.weight_bias,
+        residual_out=residual_out,
+        norm_out=norm_out,
+        dtype=case.dtype,
+        launch_with_pdl=True,
+        stream=rank.stream,
+    )
+
+    def enqueue() -> None:
+        finalize()
+        rest.run()
+
+    return rank.time_us(enqueue)
+
+
 class NcclBaseline:
     """A finalize kernel, NCCL's all-reduce, a residual + RMSNorm kernel."""
 
@@ -261,28 +331,13 @@ class NcclBaseline:
         rank = self._rank
         vectors = case.row_bytes // abi.VECTOR_BYTES
         count = case.tokens * case.model.hidden
+
         partial = cupy.empty_like(residual_out)
-        rows = inputs["allreduce_in"]
-
-        def pointer(name: str) -> int:
-            return int(inputs[name].data.ptr) if name in inputs else 0
-
-        finalize = _Finalize(
-            rows=pointer("allreduce_in"),
-            index=pointer("expanded_idx_to_permuted_idx"),
-            scale=pointer("expert_scale_factor"),
-            shared=pointer("shared_expert_output"),
-            partial=partial.data.ptr,
-            num_rows=rows.shape[0],
-            row_vectors=vectors,
-            tokens=case.tokens,
-            top_k=case.model.top_k,
-            factor=case.model.factor,
-        )
+        finalize = separate_finalize(rank, self._kernels, case, inputs, partial)
         norm = _ResidualNorm(
             total=partial.data.ptr,
-            residual_in=pointer("residual_in"),
-            gamma=pointer("rms_gamma"),
+            residual_in=int(inputs["residual_in"].data.ptr),
+            gamma=int(inputs["rms_gamma"].data.ptr),
             residual_out=residual_out.data.ptr,
             norm_out=norm_out.data.ptr,
             row_vectors=vectors,
@@ -290,13 +345,12 @@ class NcclBaseline:
             weight_bias=case.model.weight_bias,
             inverse_hidden=1.0 / case.model.hidden,
         )
-        first = self._kernels.launch("finalize", -(-case.tokens * vectors // 128), 128)
         threads = min(1024, -(-vectors // 32) * 32)
         last = self._kernels.launch("residual_norm", case.tokens, threads)
 
         def enqueue() -> None:
             stream = rank.stream.ptr
-            first.launch(ctypes.addressof(finalize), stream)
+            finalize()
             self._nccl.allReduce(
                 partial.data.ptr, partial.data.ptr, count, self._type, self._sum, stream
             )

@@ -120,6 +120,7 @@ COLUMNS = (  # option that asks for it, key, head, format
     ("floor", "memory_us", "memory_us", ".2f"),
     ("host", "host_call_us", "host: call", ".1f"),
     ("host", "host_describe_us", "of it checks", ".1f"),
+    ("host", "host_plan_us", "planned", ".1f"),
     ("host", "host_launch_us", "bare launch", ".1f"),
     ("op", "residual_mean_abs_error", "residual error", ".3e"),
     ("op", "residual_rounding_floor", "rounding floor", ".3e"),

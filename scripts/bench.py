@@ -20,7 +20,7 @@ from typing import Any
 
 import _checkout  # noqa: F401
 import numpy as np
-from _baselines import Floors, Kernels, NcclBaseline
+from _baselines import Floors, Kernels, NcclBaseline, ar_fusion_us
 from _plot import plot
 from _ranks import Rank, choose_backend, parse, positive, start
 from _report import Log, Row, line, shape_table
@@ -36,7 +36,13 @@ from _workload import (
     expected,
 )
 
-from cupy_moe_ar import DType, LaunchShape, Workspace, reference
+from cupy_moe_ar import (
+    DType,
+    LaunchShape,
+    Workspace,
+    plan_moe_finalize_allreduce_fusion,
+    reference,
+)
 from cupy_moe_ar.checks import comm_dtype_of
 from cupy_moe_ar.compile import Variant
 from cupy_moe_ar.group import Group
@@ -93,6 +99,7 @@ class Bench:
         self.np_dtype = reference.numpy_dtype(workspace.dtype)
         self.floors: Floors | None = None
         self.nccl: NcclBaseline | None = None
+        self.kernels: Kernels | None = None
         if not (options.floor or options.baselines):
             return
         if not rank.on_gpu:
@@ -108,6 +115,7 @@ class Bench:
                 + (f"{store / 1e9:.0f} GB/s\n" if store else "-\n")
             )
         if options.baselines:
+            self.kernels = kernels
             try:
                 self.nccl = NcclBaseline(rank, kernels, workspace.dtype)
             except RuntimeError as reason:
@@ -154,7 +162,7 @@ class Bench:
             "quant": None,
             "us": us,
             "floor_us": None,
-            "ar_fusion_us": None,  # once allreduce_fusion exists
+            "ar_fusion_us": None,
             "nccl_us": None,
             "empty_us": None,
             "link_us": None,
@@ -174,10 +182,15 @@ class Bench:
             row["empty_us"] = self.floors.empty_us
             row["link_us"] = self.floors.link_us(case)
             row["memory_us"] = self.floors.memory_us(case, operation.bytes_read(case), len(OUTPUTS))
+        if self.kernels and options.op == "moe_finalize":
+            theirs = [rank.put(poison) for _ in OUTPUTS]
+            row["ar_fusion_us"] = ar_fusion_us(
+                rank, self.kernels, self.workspace, case, arrays, *theirs
+            )
         if self.nccl:
-            theirs = {name: rank.put(poison) for name in OUTPUTS}
-            row["nccl_us"] = self.nccl.time_us(case, arrays, **theirs)
-            their_errors, _, _ = self._judge(case, inputs, common, theirs)
+            by_nccl = {name: rank.put(poison) for name in OUTPUTS}
+            row["nccl_us"] = self.nccl.time_us(case, arrays, **by_nccl)
+            their_errors, _, _ = self._judge(case, inputs, common, by_nccl)
             row["nccl_residual_mean_abs_error"] = their_errors["residual_out"][0]
         if options.host:
             row |= self._host(case, call, sample)
@@ -244,11 +257,19 @@ class Bench:
         told = {
             "host_call_us": None,
             "host_describe_us": rank.host_us(lambda: self.operation.describe(home, **sample)),
+            "host_plan_us": None,
             "host_launch_us": None,
         }
         if not rank.on_gpu:
             return told
         told["host_call_us"] = rank.host_us(call)
+        planned = plan_moe_finalize_allreduce_fusion(
+            workspace=workspace,
+            **sample,
+            launch_with_pdl=not self.options.no_pdl,
+            stream=rank.stream,
+        )
+        told["host_plan_us"] = rank.host_us(planned.run)
         variant = self._variant(case)
         plan = plan_rows(case.tokens, case.row_bytes // 16, workspace._limits[variant])
         launcher = backend.launcher(variant, plan, not self.options.no_pdl)

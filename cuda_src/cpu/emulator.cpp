@@ -265,8 +265,8 @@ UNSEEN Block& running_block_of(const void* address) {
 
 UNSEEN void require_initialised(const TxBarrier& barrier) {
   const Fiber& fiber = self();
-  if (reinterpret_cast<u64>(&barrier) % alignof(TxBarrier))
-    misaligned(&barrier, alignof(TxBarrier));
+  constexpr std::size_t kAlignment = alignof(TxBarrier);
+  if (reinterpret_cast<u64>(&barrier) % kAlignment) misaligned(&barrier, kAlignment);
   if (barrier.magic != kTxMagic) {
     fail(kMoeArEmulatorMisuse, "a TxBarrier is used before tx_barrier_init");
   }
