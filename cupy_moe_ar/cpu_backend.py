@@ -115,6 +115,9 @@ class CpuBackend:
         """Copy memory of the backend."""
         return ctypes.string_at(address, nbytes)
 
+    def give_up(self, rank: int) -> None:
+        """Nothing runs that could wait for a peer."""
+
     def synchronize(self) -> None:
         """Nothing runs after a launch has returned."""
 

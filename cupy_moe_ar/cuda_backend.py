@@ -215,6 +215,26 @@ class CudaBackend:
             self._runtime.memcpy(ctypes.addressof(data), address, nbytes, _DEVICE_TO_HOST)
         return data.raw
 
+    def give_up(self, rank: int) -> None:
+        """End the waits of this rank's launches as if they had timed out, and wait for them."""
+        runtime = self._runtime
+        word = ctypes.c_uint32(1 + rank)  # ControlBlock.broken
+        non_blocking = 1
+        with self._on_device():
+            stream = runtime.streamCreateWithFlags(non_blocking)
+            try:
+                runtime.memcpyAsync(
+                    self._control + abi.ControlBlock.broken.offset,
+                    ctypes.addressof(word),
+                    ctypes.sizeof(word),
+                    _HOST_TO_DEVICE,
+                    stream,
+                )
+                runtime.streamSynchronize(stream)
+            finally:
+                runtime.streamDestroy(stream)
+            runtime.deviceSynchronize()
+
     def synchronize(self) -> None:
         """Wait for the device."""
         with self._on_device():

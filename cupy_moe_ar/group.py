@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from . import errors
 from .errors import MoeArError, UnsupportedError
 
-__all__ = ["Group", "ThreadGroup", "as_group", "host_identity", "run_threads", "staged"]
+__all__ = ["Group", "ThreadGroup", "as_group", "host_identity", "meet", "run_threads", "staged"]
 
 _T = TypeVar("_T")
 
@@ -120,6 +121,30 @@ def staged(group: Group, step: str, action: Callable[[], _T]) -> _T:
     raise kind(f"{step}: {message}") from cause
 
 
+def meet(group: Group, seconds: float) -> bool:
+    """Wait for every rank to come here, but not for ever where the group can help it.
+
+    Args:
+        group: The ranks. A group with neither mpi4py's `Ibarrier` nor threads waits unbounded.
+        seconds: The bound. When it is over the group must not be used any more.
+
+    Returns:
+        Whether all came.
+    """
+    if isinstance(group, ThreadGroup):
+        return group.meet(seconds)
+    if not hasattr(group, "Ibarrier"):
+        group.barrier()
+        return True
+    request = group.Ibarrier()
+    deadline = time.monotonic() + seconds
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
 def host_identity() -> str:
     """Name this host, so that processes that share memory and GPUs agree and others differ."""
     try:
@@ -171,6 +196,14 @@ class ThreadGroup:
     def barrier(self) -> None:
         """Return once every rank has come here."""
         self._shared.barrier.wait()
+
+    def meet(self, seconds: float) -> bool:
+        """Wait for every rank to come here; return False, and break the group, after `seconds`."""
+        try:
+            self._shared.barrier.wait(seconds)
+        except threading.BrokenBarrierError:
+            return False
+        return True
 
     def abort(self) -> None:
         """Let every other member's pending and later calls raise `BrokenBarrierError`."""

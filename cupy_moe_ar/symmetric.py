@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from .abi import SENTINEL, SLAB_HEADER_BYTES, SLAB_PROBE_OFFSET
 from .errors import UnsupportedError
-from .group import Group, host_identity, staged
+from .group import Group, host_identity, meet, staged
 
 __all__ = ["CudaSlab", "HostSlab", "Slab", "SymmetricMemory"]
 
@@ -338,16 +338,21 @@ class SymmetricMemory:
         staged(self.group, "probing the peers' memory", write)
         staged(self.group, "probing the peers' memory", read)
 
-    def close(self) -> None:
-        """Unmap, meet, free, meet; collective."""
+    def close(self, seconds: float) -> None:
+        """Unmap, meet, free, meet; collective. Without a peer for `seconds` the slab stays."""
         self.slab.close_peers()
-        self.group.barrier()
+        if not meet(self.group, seconds):
+            self._keep()
+            return
         self.slab.free()
-        self.group.barrier()
+        meet(self.group, seconds)
 
     def abandon(self) -> None:
         """Unmap the peers' slabs without them; the own one stays, since they may still write."""
         self.slab.close_peers()
+        self._keep()
+
+    def _keep(self) -> None:
         _abandoned.append(self.slab)
         _log.warning(
             "%d bytes stay allocated until this process ends: peers may still write there",

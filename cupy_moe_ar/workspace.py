@@ -26,6 +26,7 @@ from .types import DType
 
 __all__ = ["Workspace"]
 
+_CLOSE_S = 60.0  # that `close` waits for peers
 _log = logging.getLogger(__name__)
 
 
@@ -193,6 +194,7 @@ class Workspace:
         self._limits: dict[Variant, KernelLimits] = {}
         self.launches: dict[Hashable, Launch] = {}
         self._checked = os.environ.get("MOE_AR_CHECK", "0") not in ("", "0")
+        self._timeout_s = timeout
         self._memory, control = self._backend.allocate(group, self.nbytes)
         self._params = abi.Params(
             control=control, rank=self.rank, epoch_bytes=epoch, timeout_ns=int(timeout * 1e9)
@@ -409,13 +411,20 @@ class Workspace:
 
         Raises:
             PeerTimeoutError: It did; the workspace is broken for good.
+            WorkspaceError: The workspace is closed.
         """
+        self._require_open("check")
         record = self._backend.record
         if record.valid:
             raise PeerTimeoutError(record.rank, record.missing_rank, record.token, record.launch)
 
     def close(self) -> None:
-        """Wait for the device, unmap and free; collective, and nothing when called again."""
+        """Wait for the device, unmap and free; collective, and nothing when called again.
+
+        A rank that gave up waiting for a peer, or whose peers do not come here within a minute (or
+        `timeout_s`, if that is shorter), unmaps what it has and keeps its own slab until the
+        process ends: peers may still write there.
+        """
         if self._closed:
             return
         self._closed = True
@@ -423,7 +432,7 @@ class Workspace:
         if self._backend.record.valid:
             self._memory.abandon()
         else:
-            self._memory.close()
+            self._memory.close(min(self._timeout_s or _CLOSE_S, _CLOSE_S))
         self._backend.close()
 
     def __enter__(self) -> Workspace:
@@ -441,7 +450,9 @@ class Workspace:
             self.close()
         elif not self._closed:
             self._closed = True
+            self._backend.give_up(self.rank)  # else a launch could wait for a peer that gave up
             self._memory.abandon()
+            self._backend.close()
 
     def __del__(self) -> None:
         """Warn if it was not closed."""

@@ -39,6 +39,7 @@ from cupy_moe_ar import (
 from cupy_moe_ar import reference as ref
 from cupy_moe_ar.cpu_backend import CpuBackend
 from cupy_moe_ar.cuda_backend import CudaBackend
+from cupy_moe_ar.group import ThreadGroup
 from cupy_moe_ar.symmetric import CudaSlab, HostSlab
 from cupy_moe_ar.testing import run_ranks
 
@@ -389,7 +390,7 @@ def test_forgotten_workspace_warns() -> None:
         del workspace
         with pytest.warns(ResourceWarning, match="rank 0 was not closed"):
             forget.clear()
-        memory.close()
+        memory.close(10.0)
         device.close()
 
     run_ranks(1, body)
@@ -459,3 +460,21 @@ def test_missing_rank_is_named_in_time(ranks: Ranks, wire: DType | None) -> None
     @ranks.with_workspace(case)
     def build_again(rank: Rank, workspace: Workspace) -> None:
         check(case, finalize(rank, workspace, case))
+
+
+def test_close_does_not_wait_for_ever_for_a_peer_that_left() -> None:
+    def body(group: ThreadGroup) -> float:
+        options: dict[str, Any] = {"max_token_num": 1, "hidden_dim": 64, "backend": "cpu"}
+        begin = time.monotonic()
+        try:
+            with Workspace(group, **options, timeout_s=1.0):
+                begin = time.monotonic()
+                if group.Get_rank() == 1:
+                    raise InterruptedError
+        except InterruptedError:
+            pass
+        return time.monotonic() - begin
+
+    stayed, left = run_ranks(2, body)
+    assert left < 0.5
+    assert 0.9 < stayed < 5

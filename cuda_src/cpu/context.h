@@ -51,7 +51,10 @@ constexpr std::size_t kStackStride = kStackBytes + 9 * 64;
 
 struct Unmap {
   std::size_t bytes = 0;
-  void operator()(char* p) const { munmap(p, bytes); }
+  void operator()(char* p) const {
+    ASAN(__asan_unpoison_memory_region(p, bytes);)  // whoever gets the addresses next is no kernel
+    munmap(p, bytes);
+  }
 };
 using Mapping = std::unique_ptr<char, Unmap>;
 

@@ -1,6 +1,7 @@
 // Runs the kernels of kernels.cu: self_test TEST SEED [PLANTED [SECONDS]]. Exit status 0: as
 // expected, 1: wrong values, 2: and a launch after it failed too, 10 + s: status s of the launch.
 #include <emulator.h>
+#include <sys/mman.h>
 
 #include <cfenv>
 #include <cstdio>
@@ -194,6 +195,19 @@ int environment_test() {
   return status == 0 && restored && out[0] == 2e-39f && out[1] == 6.0f ? 0 : 1;
 }
 
+// An emulator that goes with its OS thread leaves memory that others can use.
+int reuse_test() {
+  int status = 0;
+  std::thread([&] { status = barrier_test({64, 32}); }).join();
+  for (int i = 0; i < 64; ++i) {
+    const std::size_t bytes = 1 << 18;
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return 1;
+    std::memset(p, 1, bytes);
+  }
+  return status;
+}
+
 // Everything that must be right, in many shapes.
 int clean_test() {
   for (const Shape& shape : {Shape{1, 32}, Shape{1, 1024}, Shape{5, 96}, Shape{5, 96, 1, 2},
@@ -211,6 +225,7 @@ int clean_test() {
     if (const int status = exchange_test(ranks)) return status;
   }
   if (const int status = publish_test()) return status;
+  if (const int status = reuse_test()) return status;
   if (const int status = environment_test()) return status;
   return config_test();
 }
