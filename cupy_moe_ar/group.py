@@ -125,14 +125,15 @@ def meet(group: Group, seconds: float) -> bool:
     """Wait for every rank to come here, but not for ever where the group can help it.
 
     Args:
-        group: The ranks. A group with neither mpi4py's `Ibarrier` nor threads waits unbounded.
+        group: The ranks. A group with neither mpi4py's `Ibarrier` nor a `meet` waits unbounded.
         seconds: The bound. When it is over the group must not be used any more.
 
     Returns:
         Whether all came.
     """
-    if isinstance(group, ThreadGroup):
-        return group.meet(seconds)
+    bounded = getattr(group, "meet", None)
+    if callable(bounded):
+        return bool(bounded(seconds))
     if not hasattr(group, "Ibarrier"):
         group.barrier()
         return True
