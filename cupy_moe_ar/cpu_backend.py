@@ -34,12 +34,15 @@ class CpuBackend:
     Attributes:
         seed: 0 runs threads in a fixed order; any other value picks a random interleaving.
         resident_clusters: Clusters that run side by side; 1 proves that one is enough to finish.
+        max_clusters: Clusters of a launch at most; by default a row each, since they run one after
+            the other. A small number makes each take several rows.
     """
 
     name = "cpu"
     device = -1
     ranks_on_device = 1
     description = "CPU emulator"
+    max_clusters = 1 << 20
 
     def __init__(self) -> None:
         """Read `MOE_AR_CPU_SEED`, the seed of the thread interleaving (default 0)."""

@@ -32,6 +32,7 @@ from cases import (
 
 from cupy_moe_ar import DType, Workspace, moe_finalize_allreduce_fusion
 from cupy_moe_ar import reference as ref
+from cupy_moe_ar.cpu_backend import CpuBackend
 
 # ---- random data ---------------------------------------------------------------------------------
 
@@ -368,6 +369,29 @@ def test_random_interleavings(
             workspace._backend.seed = seed * 100 + rank.rank
             for shape in usable_shapes(workspace, case):
                 again = see_saw(rank, workspace, case, (1, 3), launch_shape=shape)
+                for name, output in again.items():
+                    check_bits(output, results[name], f"{name}, {shape}")
+
+
+@pytest.mark.skipif(backend() != "cpu", reason="GPUs have fewer clusters than these tests rows")
+@pytest.mark.parametrize("hidden_dim", [264, 1032])
+@each_world(2, 3)
+def test_clusters_that_take_several_rows(
+    ranks: Ranks, hidden_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clusters for up to seven rows: pushed ahead, and both halves of the row sums in turn."""
+    monkeypatch.setattr(CpuBackend, "max_clusters", 2)
+    case = random_case(ranks.size, 7, hidden_dim)
+
+    @ranks.with_workspace(case)
+    def body(rank: Rank, workspace: Workspace) -> None:
+        results = finalize(rank, workspace, case)
+        if rank.rank == 0:
+            check(case, results)
+        for seed in (0, 1):
+            workspace._backend.seed = seed * 100 + rank.rank * seed
+            for shape in usable_shapes(workspace, case):
+                again = see_saw(rank, workspace, case, (1, 7, 2, 5), launch_shape=shape)
                 for name, output in again.items():
                     check_bits(output, results[name], f"{name}, {shape}")
 

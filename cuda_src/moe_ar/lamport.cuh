@@ -9,12 +9,12 @@
 //  3. Two epochs. Who consumed a word restores the sentinel in the same launch. Words pushed into a
 //     rank = words that it polls = words that it restores.
 //  4. State lives on the device and advances once a launch. Every block has its own copy of the
-//     epoch, which it advances when all its threads have used it: nobody waits, no counter is needed.
+//     epoch, which it advances when all its threads have used it: nobody waits, nothing counts.
 //  5. Slots relaxed at system scope, control words relaxed at device scope; from launch to launch
 //     they are ordered by pdl_wait, before which nothing of an earlier kernel is touched.
 //  6. Idle lanes join every barrier and touch no memory.
-//  7. Push of a token precedes its poll, tokens ascend, block i waits for block i of its peers only:
-//     one resident cluster a rank is enough to finish.
+//  7. Push of a token precedes its poll, tokens ascend, block i waits for block i of its peers
+//     and for no other: one resident cluster a rank is enough to finish.
 //  8. The launch is the same on every rank.
 //  9. Waits are bounded. Whoever gives up sets `broken`, tells the peers and pushes nothing more;
 //     later launches see `broken`, push nothing, write NaN and fall through every barrier.
