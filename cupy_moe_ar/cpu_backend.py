@@ -114,6 +114,10 @@ class CpuBackend:
 
         return run
 
+    def capturing(self, stream: int) -> bool:
+        """There are no streams."""
+        return False
+
     def read(self, address: int, nbytes: int) -> bytes:
         """Copy memory of the backend."""
         return ctypes.string_at(address, nbytes)

@@ -17,6 +17,7 @@ from .launch import (
     active_clusters,
     device_limits,
     driver_version,
+    is_capturing,
     load,
     max_cluster_size,
     occupancy,
@@ -206,6 +207,10 @@ class CudaBackend:
             )
             self._launches[key] = launch
         return launch
+
+    def capturing(self, stream: int) -> bool:
+        """Whether what is launched on a stream is captured in a CUDA graph."""
+        return is_capturing(stream)
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Copy device memory to the host; waits for the device."""

@@ -54,7 +54,7 @@ class PeerTimeoutError(MoeArError, RuntimeError):
 
     Attributes:
         rank: Rank that gave up waiting.
-        missing_rank: Rank that was waited for.
+        missing_rank: Rank that was waited for; `rank` itself if its peers gave it up.
         token: Token (row) that was waited for.
         launch: Number of the launch, counted from 0 since the workspace was built.
     """
@@ -67,8 +67,11 @@ class PeerTimeoutError(MoeArError, RuntimeError):
         super().__init__(rank, missing_rank, token, launch)
 
     def __str__(self) -> str:
+        waited = f"rank {self.rank} waited in vain for rank {self.missing_rank}"
+        if self.rank == self.missing_rank:
+            waited = f"a peer waited in vain for rank {self.rank}, which is this rank"
         return (
-            f"rank {self.rank} waited in vain for rank {self.missing_rank} "
-            f"(token {self.token}, launch {self.launch}); outputs of that launch and of all later "
-            "ones are NaN. Close the workspace and build a new one with the ranks that are left"
+            f"{waited} (token {self.token}, launch {self.launch}); outputs of that launch and of "
+            "all later ones are NaN. Close the workspace and build a new one with the ranks that "
+            "are left"
         )

@@ -25,6 +25,7 @@ __all__ = [
     "arch_for",
     "device_limits",
     "driver_version",
+    "is_capturing",
     "load",
     "max_cluster_size",
     "occupancy",
@@ -218,6 +219,13 @@ def driver_version() -> tuple[int, int]:
     """Return the newest CUDA version, as (major, minor), that the driver supports."""
     version = int(_check(_driver().cuDriverGetVersion(), "reading the driver's version"))
     return version // 1000, version % 1000 // 10
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether launches on a stream (a CUstream handle) are captured in a graph, not executed."""
+    driver = _driver()
+    capture = driver.cuStreamIsCapturing(driver.CUstream(stream))
+    return int(_check(capture, "asking whether a stream is being captured")) != 0
 
 
 def version_problem(nvrtc: tuple[int, int], driver: tuple[int, int]) -> str | None:

@@ -117,7 +117,7 @@ def moe_finalize_allreduce_fusion(
 
     Raises:
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
-        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
     _launch(
@@ -203,7 +203,7 @@ def allreduce_fusion(
 
     Raises:
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
-        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
     _launch(
@@ -292,7 +292,7 @@ def moe_reduction_allreduce_fusion(
 
     Raises:
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
-        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
     _launch(
@@ -373,7 +373,7 @@ def moe_finalize_reduce_scatter(
 
     Raises:
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
-        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
     _launch(
@@ -432,7 +432,7 @@ def reduce_scatter(
 
     Raises:
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
-        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
     _launch(
@@ -495,7 +495,7 @@ def allgather_residual_rmsnorm(
 
     Raises:
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
-        WorkspaceError: The workspace is closed, or not prepared for these dtypes.
+        WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
     _launch(
@@ -541,7 +541,7 @@ class PlannedCall:
             stream: As the operation's; None is the stream of the time of planning.
 
         Raises:
-            WorkspaceError: The workspace was closed.
+            WorkspaceError: The workspace was closed, or is on another stream.
             PeerTimeoutError: An earlier launch gave up waiting for a peer.
         """
         self._launch.run(self._stream if stream is None else stream_handle(stream))

@@ -45,7 +45,7 @@ class Launch:
         """Launch on a stream.
 
         Raises:
-            WorkspaceError: The workspace is closed.
+            WorkspaceError: The workspace is closed, or bound to another stream.
             PeerTimeoutError: An earlier launch gave up waiting for a peer.
         """
         workspace = self._workspace
@@ -53,6 +53,8 @@ class Launch:
             raise WorkspaceError("the workspace of this launch is closed")
         if self._record.valid:
             workspace.check()
+        if stream != workspace._stream:
+            workspace._use_stream(stream)
         self._enqueue(stream)
 
 
@@ -66,6 +68,11 @@ class Workspace:
 
         with Workspace(comm, max_token_num=128, hidden_dim=7168, dtype="bfloat16") as workspace:
             ...
+
+    Launches must not overlap, so the workspace is bound to the first stream that launches on it;
+    another raises until `rebind_stream`. Capturing on any stream is allowed and binds nothing: a
+    graph's launches count when and where it is replayed, which nobody can check. Replay it on the
+    bound stream, or order the replay after the launches before it and the later ones after it.
 
     Attributes:
         rank: Own rank in the group.
@@ -193,6 +200,7 @@ class Workspace:
         )
         self._limits: dict[Variant, KernelLimits] = {}
         self.launches: dict[Hashable, Launch] = {}
+        self._stream: int | None = None  # handle of the one that launches
         self._checked = os.environ.get("MOE_AR_CHECK", "0") not in ("", "0")
         self._timeout_s = timeout
         self._memory, control = self._backend.allocate(group, self.nbytes)
@@ -537,6 +545,29 @@ class Workspace:
                     f"num_permuted_rows = {call.num_permuted_rows}; got {wrong[0]}"
                 )
         _agree(self._group, function, faults, call and call.same)
+
+    def rebind_stream(self) -> None:
+        """Let the next launch choose the stream that the workspace is bound to.
+
+        All launches on the present one must have ended: synchronise first.
+
+        Raises:
+            WorkspaceError: The workspace is closed.
+        """
+        self._require_open("rebind_stream")
+        self._stream = None
+
+    def _use_stream(self, stream: int) -> None:
+        """Bind to a stream other than the bound one, or raise."""
+        if self._backend.capturing(stream):
+            return
+        if self._stream is not None:
+            raise WorkspaceError(
+                f"launches of a workspace must not overlap: it is bound to stream "
+                f"{self._stream:#x} and cannot launch on {stream:#x}. Use one stream, or "
+                "synchronise and call workspace.rebind_stream(), or build a workspace for each"
+            )
+        self._stream = stream
 
     def _require_open(self, function: str) -> None:
         if self._closed:

@@ -77,7 +77,8 @@ class Options:
     Attributes:
         seed: Of everything random.
         launches: Number of them; None is any.
-        seconds: When to stop, unless something failed before; None is never. With `kill` it is when at latest the rank dies.
+        seconds: When to stop, unless something failed before; None is never. With `kill` the rank
+            dies before.
         kill: Rank that dies; None is none.
         operations: Names of `FUNCTIONS`.
         dtypes: Names of `DTYPES`.
@@ -334,6 +335,7 @@ class Stress:
         self.result = Result()
         self.number = 0
         self.begin = time.monotonic()
+        self.timed_out: str | None = None
 
     def run(self) -> Result:
         """Run one rank."""
@@ -354,8 +356,15 @@ class Stress:
                     break
             if rank.on_gpu and all(self.group.allgather(not self.result.failures)):
                 for launches, replays in GRAPHS:
-                    self._replay(rank, workspace, launches, replays)
+                    if self.timed_out:
+                        break
+                    graph, trials = self._capture(rank, workspace, launches)
+                    for _ in range(replays):
+                        if not self._replay(rank, workspace, graph, trials):
+                            break
             self.group.barrier()
+        if self.timed_out:
+            self.result.failures[self.number] = self.timed_out
         return self.result
 
     def _workspace(self) -> Workspace:
@@ -408,17 +417,19 @@ class Stress:
                 rank.synchronize()
                 workspace.check()
             except PeerTimeoutError as error:
-                self.result.failures[self.number] = str(error)
-                self.result.launches = self.number + 1
+                self.timed_out = str(error)
                 return False
-            for trial in trials:
-                fault = trial.fault()
-                if fault:
-                    self.result.failures[trial.number] = fault
-            self.number += bunch
-            self.result.launches = self.number
+            self._judge(trials)
             count -= bunch
         return True
+
+    def _judge(self, trials: Sequence[Trial]) -> None:
+        for trial in trials:
+            fault = trial.fault()
+            if fault:
+                self.result.failures[trial.number] = fault
+        self.number += len(trials)
+        self.result.launches = self.number
 
     def _delay(self, rank: Rank, workspace: Workspace, number: int) -> None:
         """Come late at times; on the CPU backend, run threads in another order."""
@@ -430,11 +441,12 @@ class Stress:
             backend.seed = int(rng.integers(1, 2**31))
             backend.resident_clusters = int(rng.choice([1, 1, 2]))
 
-    def _replay(self, rank: Rank, workspace: Workspace, launches: int, replays: int) -> None:
-        """Capture launches in a CUDA graph, replay it with new data each time."""
-        options, result = self.options, self.result
+    def _capture(
+        self, rank: Rank, workspace: Workspace, launches: int
+    ) -> tuple[Any, Sequence[Trial]]:
+        """Capture launches in a CUDA graph."""
         trials = [
-            Trial(rank, workspace, options, Spec.draw(options, self.sizes, launches, index))
+            Trial(rank, workspace, self.options, Spec.draw(self.options, self.sizes, 0, index))
             for index in range(launches)
         ]
         for trial in trials:  # once before the capture, which also settles the launch shape
@@ -447,41 +459,46 @@ class Stress:
         graph = rank.stream.end_capture()
         graph.upload(rank.stream)
         rank.meet()
-        for _ in range(replays):
-            for trial in trials:
-                trial.load(self.number)
-                self.number += 1
-            self._delay(rank, workspace, self.number)
-            graph.launch(rank.stream)
-            rank.synchronize()
-            result.launches = self.number
-            try:
-                workspace.check()
-            except PeerTimeoutError as error:
-                result.failures[trials[0].number] = str(error)
-                return
-            for trial in trials:
-                fault = trial.fault()
-                if fault:
-                    result.failures[trial.number] = fault
+        return graph, trials
+
+    def _replay(
+        self, rank: Rank, workspace: Workspace, graph: Any, trials: Sequence[Trial]
+    ) -> bool:
+        """Replay with new data and check them; return whether the workspace is whole."""
+        for number, trial in enumerate(trials, self.number):
+            trial.load(number)
+        self._delay(rank, workspace, self.number)
+        graph.launch(rank.stream)
+        rank.synchronize()
+        try:
+            workspace.check()
+        except PeerTimeoutError as error:
+            self.timed_out = str(error)
+            return False
+        self._judge(trials)
+        return True
 
     # ---- a killed rank ---------------------------------------------------------------------------
 
     def _until_killed(self, rank: Rank, workspace: Workspace) -> None:
         """Launch until a peer is missed; the rank to be killed does not return from here."""
         options = self.options
+        rng = options.generator(4)
+        within = rng.uniform(0.1, 0.9) * (options.seconds or 5.0)
+        step: Callable[[], bool] = lambda: self._block(rank, workspace, 1)  # noqa: E731
+        if rank.on_gpu and rng.random() < 0.5:
+            graph, trials = self._capture(rank, workspace, GRAPHS[0][0])
+            step = lambda: self._replay(rank, workspace, graph, trials)  # noqa: E731
         self.group.barrier()
-        within = options.generator(4).uniform(0.1, 0.9) * (options.seconds or 5.0)
         if rank.index == options.kill:
             threading.Timer(within, os.kill, (os.getpid(), signal.SIGKILL)).start()
         deadline = time.monotonic() + within + options.timeout_s + 10 * SLACK_S
         while time.monotonic() < deadline:
             begin = time.monotonic()
-            if self._block(rank, workspace, 1):
+            if step():
                 continue
             seconds = time.monotonic() - begin
-            told = self.result.failures.pop(self.number)
-            self.result.launches = self.number
+            told, self.timed_out = str(self.timed_out), None
             if f"in vain for rank {options.kill} " not in told:
                 self.result.failures[-1] = f"blames the wrong rank: {told}"
             elif seconds > options.timeout_s + SLACK_S:

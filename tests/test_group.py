@@ -54,7 +54,7 @@ def test_c18_handles_that_end_in_nul_survive(ranks: Ranks) -> None:
     def body(rank: Rank) -> None:
         memory = SymmetricMemory(rank.group, lambda: Slab(2 << 20))
         assert len(set(memory.pointers)) == rank.size
-        memory.close()
+        memory.close(10.0)
 
 
 @each_world(2, 3)
