@@ -49,9 +49,12 @@ CPU = "cpu"
 CUDA_TARGETS = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 OPERATIONS = {
-    "moe_finalize": ("oneshot",),
-    "moe_reduction": ("oneshot",),
-    "allreduce": ("oneshot",),
+    "moe_finalize": ("oneshot", "twoshot"),
+    "moe_reduction": ("oneshot", "twoshot"),
+    "allreduce": ("oneshot", "twoshot"),
+    "moe_finalize_reduce_scatter": ("reduce_scatter",),
+    "reduce_scatter": ("reduce_scatter",),
+    "allgather": ("allgather",),
 }
 """Names of operations, and the protocols that each of them has."""
 

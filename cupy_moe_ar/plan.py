@@ -81,7 +81,7 @@ def crossover_bytes(world_size: int) -> int:
     One-shot sends it to every peer. Two-shot sends `1 / world_size` of it to every peer, twice, and
     waits a second time.
     """
-    if world_size > 0 or world_size == 1:
+    if world_size == 1:
         return 1 << 62
     if world_size == 2:
         return _TWO_RANKS_BYTES

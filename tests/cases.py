@@ -41,7 +41,7 @@ from cupy_moe_ar import reference as ref
 from cupy_moe_ar.compile import Variant
 from cupy_moe_ar.cuda_backend import device_count
 from cupy_moe_ar.group import ThreadGroup
-from cupy_moe_ar.plan import LaunchShape, launch_shapes, plan_rows
+from cupy_moe_ar.plan import KernelLimits, LaunchShape, launch_shapes, plan_rows
 from cupy_moe_ar.testing import run_ranks
 
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
@@ -674,6 +674,21 @@ def usable_shapes(workspace: Workspace, case: Case, protocol: str = "oneshot") -
             shapes.append(shape)
     assert len({shape.kernel for shape in shapes}) > 1
     return shapes
+
+
+@contextlib.contextmanager
+def crowded(workspace: Workspace, clusters: int) -> Iterator[None]:
+    """Leave room for a few clusters only, as on a small or shared device."""
+    limits = dict(workspace._limits)
+    for variant, roomy in limits.items():
+        few = {shape: min(count, clusters) for shape, count in roomy.resident_clusters.items()}
+        workspace._limits[variant] = KernelLimits(few, roomy.sm_count)
+    workspace.launches.clear()
+    try:
+        yield
+    finally:
+        workspace._limits.update(limits)
+        workspace.launches.clear()
 
 
 def read(workspace: Workspace, address: int, nbytes: int) -> bytes:

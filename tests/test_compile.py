@@ -13,6 +13,7 @@ from cupy_moe_ar import compile as compile_module
 from cupy_moe_ar.compile import (
     CPU,
     CUDA_TARGETS,
+    OPERATIONS,
     Variant,
     compile_all,
     compile_cpu,
@@ -143,6 +144,9 @@ def test_variant_has_a_readable_name_and_its_macros():
     wide = variant(F16, F32, 16)
     assert wide.kernel_name == "moe_finalize_oneshot_f16_f32wire_w16"
     assert wide.source == "oneshot.cu"
+    half = Variant("moe_finalize_reduce_scatter", "reduce_scatter", F32, F32, 2)
+    assert half.kernel_name == "moe_finalize_reduce_scatter_f32_w2"
+    assert half.source == "twoshot.cu"
     assert wide.defines == {
         "MOE_AR_PRODUCER": "0",
         "MOE_AR_PROTOCOL": "0",
@@ -387,12 +391,30 @@ def test_resources_tell_spills(toy: Path):
     assert stack["spills"] > 0
 
 
+# Each operation and protocol, where registers are short: many ranks, wide wires.
+CROWDED = [
+    variant(BF16, BF16, 2),
+    variant(BF16, F32, 2),
+    variant(F16, F16, 4),
+    variant(BF16, BF16, 8),
+    variant(F16, F32, 16),
+    Variant("moe_finalize", "twoshot", BF16, F32, 2),
+    Variant("moe_finalize", "twoshot", BF16, BF16, 8),
+    Variant("moe_finalize_reduce_scatter", "reduce_scatter", BF16, F32, 8),
+    Variant("moe_reduction", "oneshot", BF16, BF16, 8),
+    Variant("moe_reduction", "twoshot", F16, F32, 4),
+    Variant("allreduce", "oneshot", F16, F32, 8),
+    Variant("allreduce", "twoshot", BF16, BF16, 16),
+    Variant("reduce_scatter", "reduce_scatter", F32, F32, 2),
+    Variant("allgather", "allgather", BF16, BF16, 8),
+]
+
+
 @needs_nvrtc
-def test_all_variants_compile_for_every_target_without_spills():
-    wires = [(BF16, BF16, 2), (BF16, F32, 2), (F16, F16, 4), (BF16, BF16, 8), (F16, F32, 16)]
-    variants = [variant(*wire) for wire in wires]
-    variants.append(Variant("moe_reduction", "oneshot", BF16, BF16, 8))
-    variants.append(Variant("allreduce", "oneshot", F32, F32, 16))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_kernel_compiles_for_every_target_without_spills(operation: str):
+    variants = [v for v in CROWDED if v.operation == operation]
+    assert {v.protocol for v in variants} == set(OPERATIONS[operation])
     for (one, target), cubin in compile_all(variants, *CUDA_TARGETS).items():
         registers, stack = resources(cubin)
         assert registers.keys() == set(one.kernels.values()), (one, target)

@@ -28,7 +28,7 @@ from cases import (
 from cupy_moe_ar import DType, Workspace
 from cupy_moe_ar import reference as ref
 
-each_protocol = pytest.mark.parametrize("oneshot", [True], ids=["oneshot"])
+each_protocol = pytest.mark.parametrize("oneshot", [True, False], ids=["oneshot", "twoshot"])
 
 # tokens, hidden_dim, experts of the ranks, T, wire; options; numbers of ranks
 RANDOM: list[tuple[tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = [

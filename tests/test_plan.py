@@ -178,7 +178,7 @@ def test_owners_take_turns_in_a_cluster() -> None:
                 assert sorted(dealt) == list(range(tokens))
 
 
-def _test_crossover() -> None:
+def test_crossover() -> None:
     """One-shot for few bytes and few ranks, within its capacity."""
     assert choose_oneshot(1 << 40, 1, 1 << 41)
     assert not choose_oneshot(16, 2, 0)

@@ -32,6 +32,8 @@ namespace moe_ar {
 
 constexpr u32 kEmptyWord = 0x80000000u;
 constexpr u32 kNanWord = 0x7fffffffu;  // NaN as bfloat16 pair, float16 pair and float32
+// Totals are waited for longer than parts, so that the blame of an owner that gives up comes first.
+constexpr u64 kMoreForTotalsNs = 1'000'000'000;
 constexpr u32 kPollsPerCheck = 64;  // a poll takes about 0.3 us: clock and abort words every 20 us
 
 __device__ __forceinline__ bool holds_empty_word(const Vec16& v) {
@@ -41,12 +43,13 @@ __device__ __forceinline__ bool holds_empty_word(const Vec16& v) {
 
 __device__ __forceinline__ Vec16 filled(u32 word) { return {{word, word, word, word}}; }
 
-// One thread's part in the exchange of one launch, for the vectors of one column.
+// One thread's part in the exchange of one launch. In one-shot a row is a token; in two-shot it is
+// a token as its owner counts it, and totals have slots by token behind those of parts.
 class Session {
  public:
-  // After pdl_wait.
-  __device__ __forceinline__ explicit Session(const Params& p)
-      : p_(p), row_bytes_(static_cast<u32>(p.row_vectors) * sizeof(Vec16)) {
+  // After pdl_wait. A writer has slots for `rows` rows.
+  __device__ __forceinline__ Session(const Params& p, int rows)
+      : p_(p), row_bytes_(static_cast<u32>(p.row_vectors) * sizeof(Vec16)), rows_(rows) {
     epoch_ = ptx::ld_relaxed_gpu_u32(&p.control->epoch[ptx::block_index()]);
     broken_ = ptx::ld_relaxed_gpu_u32(&p.control->broken);
     own_slab_ = slab(p.rank);
@@ -56,15 +59,42 @@ class Session {
     }
   }
 
-  // Sends a payload to every peer.
-  __device__ __forceinline__ void push(int token, int column, const Payload& payload) const {
-    if (broken_ != 0) return;
-    const u64 offset = slot(token, column) + p_.rank * writer_bytes();
-#pragma unroll
-    for (int step = 1; step < kWorldSize; ++step) {
-      u8* peer = kHoldPeers ? peers_[kHoldPeers ? step - 1 : 0] : slab(peer_at(step));
-      store(peer + offset, payload);
+  __device__ __forceinline__ explicit Session(const Params& p) : Session(p, p.token_num) {}
+
+  // Sends the part of a row to every peer.
+  __device__ __forceinline__ void push(int row, int column, const Payload& payload) const {
+    send(slot(row, column) + p_.rank * writer_bytes(), payload);
+  }
+
+  // Sends the part of a row to the peer that owns it.
+  __device__ __forceinline__ void push_to(int owner, int row, int column,
+                                          const Payload& payload) const {
+    u8* peer = peers_[0];
+    if constexpr (kHoldPeers) {
+      each<kWorldSize - 1>([&](int i) {
+        if (peer_at(i + 1) == owner) peer = peers_[i];
+      });
+    } else {
+      peer = slab(owner);
     }
+    const u64 offset = slot(row, column) + p_.rank * writer_bytes();
+    if (broken_ == 0) store(peer + offset, payload);
+  }
+
+  // Sends the total of a token to every peer. Whoever gave up waiting for a part sends none.
+  __device__ __forceinline__ void push_total(int token, int column, const Payload& payload) const {
+    send(total_slot(token, column), payload);
+  }
+
+  // The total of a token, once its owner has sent it; restores what it consumed. NaN if the wait is
+  // given up.
+  __device__ __forceinline__ Payload total_of(int token, int column, int owner) {
+    u8* from = own_slab_ + total_slot(token, column);
+    Payload total[1];
+    total[0] = load(from);
+    wait_for(from, owner, token, total, kMoreForTotalsNs);
+    store(from, empty());
+    return total[0];
   }
 
   // Parks a payload in the own slot, where only this thread reads it.
@@ -85,7 +115,13 @@ class Session {
   template <int kMostInFlight>
   __device__ __forceinline__ void reduce(int token, int column, const Payload& own,
                                          float (&total)[kElements]) {
-    u8* slots = own_slab_ + slot(token, column);
+    reduce<kMostInFlight>(token, token, column, own, total);
+  }
+
+  template <int kMostInFlight>
+  __device__ __forceinline__ void reduce(int token, int row, int column, const Payload& own,
+                                         float (&total)[kElements]) {
+    u8* slots = own_slab_ + slot(row, column);
     if constexpr (kWorldSize == 2) {  // the order of two does not matter
       Payload part[1];
       slots += (1 - p_.rank) * writer_bytes();
@@ -137,7 +173,9 @@ class Session {
   }
 
  private:
-  static constexpr bool kHoldPeers = kWorldSize <= 8;  // beyond, registers are worth more
+  // Beyond, registers are worth more.
+  static constexpr bool kHoldPeers =
+      kWorldSize <= (kProtocol == Protocol::kOneShot ? 8 : 4 / kWireVectors);
 
   __device__ __forceinline__ u8* slab(int rank) const {
     return reinterpret_cast<u8*>(ptx::ld_u64(&p_.control->slab[rank]));
@@ -149,19 +187,34 @@ class Session {
     return peer < kWorldSize ? peer : peer - kWorldSize;
   }
 
-  // Offset in a slab of the first writer's slot of a vector. Slots go by writer, token, plane of
-  // the payload, column, so that a warp's accesses are contiguous.
-  __device__ __forceinline__ u64 slot(int token, int column) const {
+  __device__ __forceinline__ void send(u64 offset, const Payload& payload) const {
+    if (broken_ != 0) return;
+#pragma unroll
+    for (int step = 1; step < kWorldSize; ++step) {
+      u8* peer = kHoldPeers ? peers_[kHoldPeers ? step - 1 : 0] : slab(peer_at(step));
+      store(peer + offset, payload);
+    }
+  }
+
+  // Offset in a slab of the first writer's slot of a vector. Slots go by writer, row, plane of the
+  // payload, column, so that a warp's accesses are contiguous.
+  __device__ __forceinline__ u64 slot(int row, int column) const {
     const u64 epoch_begin = kSlabHeaderBytes + (epoch_ != 0 ? p_.epoch_bytes : 0);
-    return ptx::mad_wide(static_cast<u32>(token), row_bytes_ * kWireVectors,
+    return ptx::mad_wide(static_cast<u32>(row), row_bytes_ * kWireVectors,
                          epoch_begin + static_cast<u32>(column) * sizeof(Vec16));
   }
 
   __device__ __forceinline__ u64 writer_bytes() const {
-    return static_cast<u64>(p_.token_num) * (row_bytes_ * kWireVectors);
+    return static_cast<u64>(static_cast<u32>(rows_)) * (row_bytes_ * kWireVectors);
   }
 
+  __device__ __forceinline__ u64 total_slot(int token, int column) const {
+    return slot(kWorldSize * rows_ + token, column);
+  }
+
+  // In one-shot no peer writes here; in two-shot the owner does, whose total has been taken before.
   __device__ __forceinline__ u8* own_slot(int token, int column) const {
+    if constexpr (kProtocol != Protocol::kOneShot) return own_slab_ + total_slot(token, column);
     return own_slab_ + slot(token, column) + p_.rank * writer_bytes();
   }
 
@@ -204,7 +257,7 @@ class Session {
   // Loads again until no part, of writers from `first` on, holds an empty word.
   template <int kCount>
   __device__ __forceinline__ void wait_for(const u8* slots, int first, int token,
-                                           Payload (&part)[kCount]) {
+                                           Payload (&part)[kCount], u64 more_ns = 0) {
     u64 since = 0;
     if (broken_ != 0) {  // what came late, after an earlier launch gave up, is not this launch's
       each<kCount>([&](int j) { part[j] = empty(); });
@@ -223,7 +276,7 @@ class Session {
       each<kCount>([&](int j) {
         if (missing_rank < 0 && is_empty(part[j])) missing_rank = first + j;
       });
-      if (missing_rank >= 0 && must_give_up(missing_rank, token, since)) broken_ = 1;
+      if (missing_rank >= 0 && must_give_up(missing_rank, token, since, more_ns)) broken_ = 1;
     }
     each<kCount>([&](int j) {
       if (is_empty(part[j])) part[j] = filled_payload(kNanWord);
@@ -237,7 +290,8 @@ class Session {
     return empty;
   }
 
-  __device__ __forceinline__ bool must_give_up(int writer, int token, u64& since) const {
+  __device__ __forceinline__ bool must_give_up(int writer, int token, u64& since,
+                                               u64 more_ns) const {
     if (ptx::ld_relaxed_gpu_u32(&p_.control->broken) != 0) return true;
     int blamed = -1;
 #pragma unroll 1
@@ -248,7 +302,7 @@ class Session {
     if (blamed < 0 && p_.timeout_ns != 0) {
       const u64 now = ptx::globaltimer_ns();
       if (since == 0) since = now;
-      if (now - since >= p_.timeout_ns) blamed = writer;
+      if (now - since >= p_.timeout_ns + more_ns) blamed = writer;
     }
     if (blamed < 0) return false;
     break_off(blamed, token);
@@ -277,6 +331,7 @@ class Session {
 
   const Params& p_;
   u32 row_bytes_;
+  int rows_;
   u8* own_slab_;
   u8* peers_[kHoldPeers && kWorldSize > 1 ? kWorldSize - 1 : 1];
   u32 epoch_;

@@ -1,0 +1,32 @@
+// How the threads of a cluster share a row.
+#pragma once
+
+#include <moe_ar/params.cuh>
+
+namespace moe_ar {
+
+// Vectors of a row go to threads by groups of 32, groups to warps in turn over the blocks of the
+// cluster, so that blocks differ by one group at most.
+struct Placement {
+  int cluster;  // index of the cluster in the grid
+  int clusters;
+  int first_group;
+  int group_step;  // groups the cluster holds at a time
+  int lane;
+
+  __device__ __forceinline__ explicit Placement(const Params& p) {
+    const u32 log2 = p.cluster_log2;
+    cluster = static_cast<int>(ptx::block_index() >> log2);
+    clusters = static_cast<int>(ptx::grid_blocks() >> log2);
+    const u32 block = ptx::block_index() - (cluster << log2);
+    first_group = static_cast<int>((ptx::thread_index() / 32 << log2) + block);
+    group_step = static_cast<int>(ptx::block_threads() / 32 << log2);
+    lane = static_cast<int>(ptx::thread_index() % 32);
+  }
+};
+
+// Vectors that a thread polls together, as registers allow.
+template <int kVectors>
+inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
+
+}  // namespace moe_ar

@@ -1,0 +1,387 @@
+// Two-shot: every rank sends its part of a token to the token's owner only; the owner sums the
+// parts and sends the total to every peer. And its halves: reduce-scatter, whose totals stay with
+// their owners, and all-gather, whose totals are there.
+#include <moe_ar/epilogue.cuh>
+#include <moe_ar/lamport.cuh>
+#include <moe_ar/producer.cuh>
+#include <moe_ar/rmsnorm.cuh>
+#include <moe_ar/row.cuh>
+
+namespace moe_ar {
+namespace {
+
+constexpr bool kSums = kProtocol != Protocol::kAllGather;         // parts go to owners
+constexpr bool kGathers = kProtocol != Protocol::kReduceScatter;  // totals go to everybody
+// In a half a rank hears from the owner, or as owner, only. So that it still hears from every peer
+// in every launch, which is what two epochs rest on, a rank without tokens greets, or is greeted.
+constexpr bool kGreets = !(kSums && kGathers);
+
+// What a cluster works on at a time: row `row` of the owner's share.
+struct Item {
+  int owner;
+  int row;
+  int token;
+  int columns;  // vectors of the row; 1 of a greeting, 0 if there is no such item
+  bool greeting;
+};
+
+// Rank r owns a run of tokens; runs differ by one token at most.
+class Deal {
+ public:
+  __device__ __forceinline__ Deal(const Params& p, const Placement& at)
+      : base_(static_cast<int>(static_cast<u32>(p.token_num) / kWorldSize)),
+        extra_(p.token_num - base_ * kWorldSize),
+        columns_(p.row_vectors),
+        cluster_(at.cluster),
+        clusters_(at.clusters),
+        turns_(at.clusters % kWorldSize == 0) {}
+
+  // Rows of the longest share, greetings too.
+  __device__ __forceinline__ int rows() const {
+    return base_ + (extra_ > 0 || (kGreets && base_ == 0));
+  }
+
+  // Items of this cluster, maybe one too many.
+  __device__ __forceinline__ int steps() const {
+    return (rows() * kWorldSize - cluster_ + clusters_ - 1) / clusters_;
+  }
+
+  // Items go to clusters in turn, and owners take turns within a cluster, so that no cluster has to
+  // sum more than the others.
+  __device__ __forceinline__ Item item(int step) const {
+    const u32 number = static_cast<u32>(cluster_ + step * clusters_);
+    const u32 row = number / kWorldSize;
+    const u32 turn = number - row * kWorldSize + (turns_ ? static_cast<u32>(step) : 0u);
+    Item item;
+    item.owner = static_cast<int>(turn % kWorldSize);
+    item.row = static_cast<int>(row);
+    item.greeting = kGreets && base_ == 0 && item.owner >= extra_ && item.row == 0;
+    const int share = base_ + (item.owner < extra_);
+    item.columns = item.row < share ? columns_ : item.greeting;
+    const int before = item.owner < extra_ ? item.owner : extra_;
+    // A greeting's slot is that of a token which there is not.
+    item.token = item.greeting ? item.owner : item.owner * base_ + before + item.row;
+    return item;
+  }
+
+ private:
+  int base_;   // tokens of a share
+  int extra_;  // the first shares have one more
+  int columns_;
+  int cluster_;
+  int clusters_;
+  bool turns_;
+};
+
+// One thread's vectors of the rows of its cluster, `kVectors` of each: how they travel and what
+// becomes of their totals.
+template <int kVectors>
+class Worker {
+ public:
+  // Before pdl_wait.
+  __device__ __forceinline__ Worker(const Params& p, const Placement& at)
+      : p_(p),
+        groups_(ptx::settled((p.row_vectors + 31) / 32)),
+        group_(ptx::settled(at.first_group)),
+        group_step_(ptx::settled(at.group_step)),
+        column_(ptx::settled(at.first_group * 32 + at.lane)) {}
+
+  __device__ __forceinline__ int column(int v) const { return column_ + v * group_step_ * 32; }
+  __device__ __forceinline__ bool has(const Item& item, int v) const {
+    return column(v) < item.columns;
+  }
+
+  template <int kInFlight>
+  __device__ __forceinline__ Part<kInFlight> part(const Item& item) const {
+    return Part<kInFlight>(p_, kSums ? item.token : item.row, column_);
+  }
+
+  // First: makes what this rank has of an item and sends it to whom it concerns.
+  template <class Source>
+  __device__ __forceinline__ void send(const Session& session, const Item& item, const Source& part,
+                                       Payload (&own)[kVectors]) const {
+    const bool mine = item.owner == p_.rank;
+    if (!kSums && !mine) return;
+    each<kVectors>([&](int v) {
+      if (!has(item, v)) return;
+      own[v] = item.greeting ? Payload{} : produce(part, bytes(v));
+      if (!mine) {
+        session.push_to(item.owner, item.row, column(v), own[v]);
+      } else if (!kSums) {
+        session.push_total(item.token, column(v), own[v]);
+      }
+    });
+  }
+
+  // Then: what the norm needs besides the total.
+  __device__ __forceinline__ void load(const Item& item) {
+    if (!kGathers || item.greeting) return;
+    offset_ = row_offset(p_, item.token, column_);
+    each<kVectors>([&](int v) {
+      if (!has(item, v)) return;
+      residual_[v] = load_residual(p_, offset_ + bytes(v));
+      if (kGammaEarly && p_.norm_out != nullptr) gamma_[v].load(p_, column(v));
+    });
+  }
+
+  // Then: the totals of an own item, sent to every peer.
+  __device__ __forceinline__ void sum(Session& session, const Item& item,
+                                      const Payload (&own)[kVectors]) {
+    each<kVectors>([&](int v) {
+      if (!has(item, v)) return;
+      Payload payload = own[v];
+      if constexpr (kSums) {
+        float total[kElements];
+        session.reduce<kPolled<kVectors>>(item.token, item.row, column(v), own[v], total);
+        if constexpr (!kGathers) {
+          if (!item.greeting) {
+            store_vector(p_.allreduce_out, row_offset(p_, item.row, column(v)),
+                         pack<kDType>(total));
+          }
+          return;
+        }
+        payload = to_wire(total);
+        session.push_total(item.token, column(v), payload);
+      }
+      take(item, v, payload);
+    });
+  }
+
+  // Or: the totals of a peer's item.
+  __device__ __forceinline__ void gather(Session& session, const Item& item) {
+    each<kVectors>([&](int v) {
+      if (!has(item, v)) return;
+      take(item, v, session.total_of(item.token, column(v), item.owner));
+    });
+  }
+
+  // Last: the norm. Every thread of the cluster.
+  __device__ __forceinline__ void finish(RowReduction& reduction, const Item& item) {
+    if (!kGathers || p_.norm_out == nullptr || item.greeting) return;
+    ptx::warp_sync();
+    each<kVectors>([&](int v) {
+      if (group_ + v * group_step_ < groups_) {
+        reduction.publish(v * group_step_, square_sum(residual_[v]));
+      }
+    });
+    const float row_square_sum = reduction.collect(groups_);
+    each<kVectors>([&](int v) {
+      if (!has(item, v)) return;
+      if (!kGammaEarly) gamma_[v].load(p_, column(v));
+      store_norm(p_, offset_ + bytes(v), residual_[v], gamma_[v], row_square_sum);
+    });
+  }
+
+ private:
+  static constexpr bool kGammaEarly = kVectors * kWireVectors <= 2;  // else registers are short
+
+  __device__ __forceinline__ u32 bytes(int v) const {
+    return static_cast<u32>(v * group_step_ * 32) * static_cast<u32>(sizeof(Vec16));
+  }
+
+  __device__ __forceinline__ void take(const Item& item, int v, const Payload& payload) {
+    if (item.greeting) return;
+    float total[kElements];
+    from_wire(payload, total);
+    residual_[v] = store_residual(p_, offset_ + bytes(v), total, residual_[v]);
+  }
+
+  const Params& p_;
+  int groups_;
+  int group_;
+  int group_step_;
+  int column_;
+  u64 offset_ = 0;
+  Vec16 residual_[kVectors] = {};
+  Gamma gamma_[kVectors] = {};
+};
+
+// Without a gather there is no norm, and no cluster needs to meet.
+__device__ __forceinline__ RowReduction row_reduction(const Params& p, const Placement& at) {
+  return RowReduction(ptx::block_shared<RowSums>(), kGathers ? 1u << p.cluster_log2 : 1u,
+                      at.first_group);
+}
+
+__device__ __forceinline__ int slot_rows(const Deal& deal) { return kSums ? deal.rows() : 0; }
+
+// A cluster has one item.
+template <int kVectors>
+__device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
+  const Deal deal(p, at);
+  const Item item = deal.item(0);
+  Worker<kVectors> worker(p, at);
+  RowReduction reduction = row_reduction(p, at);
+  const auto part = worker.template part<8>(item);
+  ptx::pdl_wait();
+  if (p.flags & kTriggerEarly) ptx::pdl_trigger();
+  Session session(p, slot_rows(deal));
+
+  Payload own[kVectors] = {};
+  worker.send(session, item, part, own);
+  worker.load(item);
+  session.advance();
+  reduction.begin();
+  if (item.owner == p.rank) {
+    worker.sum(session, item, own);
+  } else if (kGathers) {
+    worker.gather(session, item);
+  }
+  worker.finish(reduction, item);
+}
+
+// A cluster has one item after the other. Those that it waits for it has sent a step before, and
+// again a step before: the link is busy while it waits.
+template <int kVectors>
+__device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
+  constexpr int kShots = kSums && kGathers ? 2 : 1;
+  const Deal deal(p, at);
+  Worker<kVectors> worker(p, at);
+  RowReduction reduction = row_reduction(p, at);
+  ptx::pdl_wait();
+  if (p.flags & kTriggerEarly) ptx::pdl_trigger();
+  Session session(p, slot_rows(deal));
+
+  Payload ahead[kVectors] = {};
+  const int steps = deal.steps();
+  for (int step = 0; step < steps + kShots; ++step) {
+    Payload own[kVectors];
+    each<kVectors>([&](int v) { own[v] = ahead[v]; });
+    if (step < steps) {
+      const Item next = deal.item(step);
+      worker.send(session, next, worker.template part<4>(next), ahead);
+    }
+    if (step == 0) {
+      session.advance();
+      reduction.begin();
+      continue;
+    }
+    if (const Item item = deal.item(step - 1); step <= steps && item.owner == p.rank) {
+      worker.load(item);
+      worker.sum(session, item, own);
+      worker.finish(reduction, item);
+    }
+    if (!kGathers || step < kShots) continue;
+    if (const Item item = deal.item(step - kShots); item.owner != p.rank) {
+      worker.load(item);
+      worker.gather(session, item);
+      worker.finish(reduction, item);
+    }
+  }
+}
+
+// As run_rows, but a thread holds any number of vectors of a row, parked in slots in between.
+__device__ __forceinline__ void run_long_rows(const Params& p, const Placement& at) {
+  const Deal deal(p, at);
+  const int groups = (p.row_vectors + 31) / 32;
+  RowReduction reduction = row_reduction(p, at);
+  ptx::pdl_wait();
+  if (p.flags & kTriggerEarly) ptx::pdl_trigger();
+  Session session(p, slot_rows(deal));
+
+  const int steps = deal.steps();
+  for (int step = 0; step <= steps; ++step) {
+    if (step < steps) {
+      const Item next = deal.item(step);
+      const bool mine = next.owner == p.rank;
+      for (int group = at.first_group; group < groups; group += at.group_step) {
+        const int column = group * 32 + at.lane;
+        if (column >= next.columns || !(kSums || mine)) continue;
+        const int row = kSums ? next.token : next.row;
+        const Payload own = next.greeting ? Payload{} : produce(Part<4>(p, row, column));
+        if (!mine) session.push_to(next.owner, next.row, column, own);
+        if (mine && !kSums) session.push_total(next.token, column, own);
+        if (mine) session.keep(next.token, column, own);
+      }
+    }
+    if (step == 0) {
+      session.advance();
+      reduction.begin();
+      continue;
+    }
+    const Item item = deal.item(step - 1);
+    const bool mine = item.owner == p.rank;
+    if (item.columns == 0 || !(kGathers || mine)) continue;
+    const bool norm = kGathers && p.norm_out != nullptr && !item.greeting;
+    for (int group = at.first_group; group < groups; group += at.group_step) {
+      const int column = group * 32 + at.lane;
+      Vec16 residual = {};
+      if (column < item.columns) {
+        Payload payload;
+        float total[kElements];
+        if (!mine) {
+          payload = session.total_of(item.token, column, item.owner);
+          from_wire(payload, total);
+        } else {
+          payload = session.kept(item.token, column);
+          if constexpr (kSums) {
+            session.reduce<kPolled<2>>(item.token, item.row, column, payload, total);
+            payload = to_wire(total);
+            if (kGathers) session.push_total(item.token, column, payload);
+          }
+          if (kGathers) from_wire(payload, total);
+        }
+        if (!item.greeting) {
+          if constexpr (kGathers) {
+            const u64 offset = row_offset(p, item.token, column);
+            residual = store_residual(p, offset, total, load_residual(p, offset));
+          } else {
+            store_vector(p.allreduce_out, row_offset(p, item.row, column), pack<kDType>(total));
+          }
+        }
+        if (norm) {
+          payload.v[0] = residual;
+          session.keep(item.token, column, payload);
+        } else if (mine) {
+          session.restore_kept(item.token, column);
+        }
+      }
+      ptx::warp_sync();
+      if (norm) reduction.publish(group - at.first_group, square_sum(residual));
+    }
+    if (!norm) continue;
+    const float row_square_sum = reduction.collect(groups);
+    for (int group = at.first_group; group < groups; group += at.group_step) {
+      const int column = group * 32 + at.lane;
+      if (column >= item.columns) continue;
+      Gamma gamma = {};
+      gamma.load(p, column);
+      const Vec16 residual = session.kept(item.token, column).v[0];
+      store_norm(p, row_offset(p, item.token, column), residual, gamma, row_square_sum);
+      session.restore_kept(item.token, column);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moe_ar
+
+// As those of oneshot.cu.
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_row), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_row<1>(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
+}
+
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_row2), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_row<2>(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
+}
+
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_rows), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_rows<1>(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
+}
+
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_rows2), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_rows<2>(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
+}
+
+MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(_long), moe_ar::kMaxBlockThreads, moe_ar::Params, p) {
+  if (p.flags & moe_ar::kWarmUp) return;
+  moe_ar::run_long_rows(p, moe_ar::Placement(p));
+  moe_ar::ptx::pdl_trigger();
+}
