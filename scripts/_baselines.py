@@ -155,23 +155,30 @@ class Floors:
                 lambda: launch.launch(ctypes.addressof(parameters), rank.stream.ptr)
             )
 
-    def link_us(self, case: Case) -> float | None:
+    def _exchanged_bytes(self, case: Case, protocol: str) -> float:
+        """Bytes that a rank sends, and as many that it gets."""
+        peers = self._rank.size - 1
+        to_each = 1.0 if protocol == "oneshot" else 2 / self._rank.size
+        return peers * to_each * case.message_bytes
+
+    def link_us(self, case: Case, protocol: str) -> float | None:
         """Time of pushing the messages at the store bandwidth."""
         if self.store_bandwidth is None:
             return None
-        return (self._rank.size - 1) * case.message_bytes / self.store_bandwidth * 1e6
+        return self._exchanged_bytes(case, protocol) / self.store_bandwidth * 1e6
 
-    def memory_us(self, case: Case, bytes_read: int, outputs: int) -> float:
+    def memory_us(self, case: Case, bytes_read: int, outputs: int, protocol: str) -> float:
         """Time of the memory traffic of a launch at the copy bandwidth.
 
         Args:
             case: The shape.
             bytes_read: Read by the producer.
             outputs: Number of arrays written.
+            protocol: That serves it.
         """
         residual_and_outputs = (1 + outputs) * case.tokens * case.row_bytes
         # A slot is written by the peer, read and restored.
-        slots = 3 * (self._rank.size - 1) * case.message_bytes
+        slots = 3 * self._exchanged_bytes(case, protocol)
         return (bytes_read + residual_and_outputs + slots) / self.copy_bandwidth * 1e6
 
     @contextlib.contextmanager
@@ -318,7 +325,9 @@ class NcclBaseline:
     def time_us(
         self, case: Case, inputs: dict[str, Any], residual_out: Any, norm_out: Any
     ) -> float:
-        """Time the three as one launch; collective. Writes the outputs.
+        """Time the three as one launch, without a finalize for parts; collective.
+
+        Writes the outputs.
 
         Args:
             case: The shape.
@@ -333,7 +342,10 @@ class NcclBaseline:
         count = case.tokens * case.model.hidden
 
         partial = cupy.empty_like(residual_out)
-        finalize = separate_finalize(rank, self._kernels, case, inputs, partial)
+        source, finalize = inputs["allreduce_in"], None
+        if "expanded_idx_to_permuted_idx" in inputs:
+            source = partial
+            finalize = separate_finalize(rank, self._kernels, case, inputs, partial)
         norm = _ResidualNorm(
             total=partial.data.ptr,
             residual_in=int(inputs["residual_in"].data.ptr),
@@ -350,9 +362,10 @@ class NcclBaseline:
 
         def enqueue() -> None:
             stream = rank.stream.ptr
-            finalize()
+            if finalize:
+                finalize()
             self._nccl.allReduce(
-                partial.data.ptr, partial.data.ptr, count, self._type, self._sum, stream
+                source.data.ptr, partial.data.ptr, count, self._type, self._sum, stream
             )
             last.launch(ctypes.addressof(norm), stream)
 

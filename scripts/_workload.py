@@ -12,8 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_moe_ar import Call, DType, moe_finalize_allreduce_fusion, reference
-from cupy_moe_ar.call import describe_moe_finalize
+from cupy_moe_ar import (
+    Call,
+    DType,
+    PlannedCall,
+    allreduce_fusion,
+    moe_finalize_allreduce_fusion,
+    moe_reduction_allreduce_fusion,
+    plan_allreduce_fusion,
+    plan_moe_finalize_allreduce_fusion,
+    plan_moe_reduction_allreduce_fusion,
+    reference,
+)
+from cupy_moe_ar.call import describe_allreduce, describe_moe_finalize, describe_moe_reduction
 
 __all__ = [
     "DTYPES",
@@ -31,7 +42,7 @@ __all__ = [
 Array = NDArray[Any]
 Inputs = dict[str, "Array | None"]  # by argument name
 
-PROTOCOLS = ("oneshot",)
+PROTOCOLS = {"auto": None, "oneshot": True, "twoshot": False}  # use_oneshot
 DTYPES = ("bfloat16", "float16", "float32")
 _TILE_ROWS = 8  # a grouped GEMM pads the rows of an expert to its tile
 
@@ -115,6 +126,7 @@ class Operation:
 
     Attributes:
         call: The public function.
+        plan: Plans the same call for launching it many times.
         describe: Checks the same arguments without launching.
         inputs: Random arguments of one rank: `inputs(case, rank)`.
         options: Numbers to pass.
@@ -123,6 +135,7 @@ class Operation:
     """
 
     call: Callable[..., None]
+    plan: Callable[..., PlannedCall]
     describe: Callable[..., Call]
     inputs: Callable[[Case, int], Inputs]
     options: Callable[[Case], dict[str, float]]
@@ -237,6 +250,45 @@ def _finalize_bytes_read(case: Case) -> int:
     return rows * case.row_bytes
 
 
+def _norm_options(case: Case) -> dict[str, float]:
+    return {"weight_bias": case.model.weight_bias, "rms_eps": case.eps}
+
+
+def _allreduce_inputs(case: Case, rank: int) -> Inputs:
+    generator = case.generator(4, rank)
+    return {"allreduce_in": case.normal(generator, 1.0, case.tokens, case.model.hidden)}
+
+
+def _allreduce_partial(case: Case, inputs: Inputs) -> NDArray[np.float64]:
+    rows = inputs["allreduce_in"]
+    assert rows is not None
+    return rows.astype(np.float64)
+
+
+def _reduction_inputs(case: Case, rank: int) -> Inputs:
+    """As many experts as a token has routes, each with a weight for every token."""
+    generator = case.generator(5, rank)
+    tokens, model = case.tokens, case.model
+    scales = _softmax(generator.standard_normal((tokens, model.top_k)))
+    return {
+        "moe_reduction_active_experts_token_input": case.normal(
+            generator, 0.5, model.top_k, tokens, model.hidden
+        ),
+        "moe_reduction_scale_input": np.ascontiguousarray(scales.T, dtype=np.float32),
+        "moe_reduction_token_input": case.normal(generator, 0.5, tokens, model.hidden)
+        if model.shared
+        else None,
+    }
+
+
+def _reduction_partial(case: Case, inputs: Inputs) -> NDArray[np.float64]:
+    rows = inputs["moe_reduction_active_experts_token_input"]
+    scales = inputs["moe_reduction_scale_input"]
+    assert rows is not None
+    assert scales is not None
+    return reference.moe_reduction(rows, scales, inputs["moe_reduction_token_input"])
+
+
 def _softmax(logits: Array) -> Array:
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     result: Array = weights / weights.sum(axis=1, keepdims=True)
@@ -246,10 +298,29 @@ def _softmax(logits: Array) -> Array:
 OPERATIONS = {
     "moe_finalize": Operation(
         moe_finalize_allreduce_fusion,
+        plan_moe_finalize_allreduce_fusion,
         describe_moe_finalize,
         _finalize_inputs,
         _finalize_options,
         _finalize_partial,
         _finalize_bytes_read,
-    )
+    ),
+    "moe_reduction": Operation(
+        moe_reduction_allreduce_fusion,
+        plan_moe_reduction_allreduce_fusion,
+        describe_moe_reduction,
+        _reduction_inputs,
+        _norm_options,
+        _reduction_partial,
+        _finalize_bytes_read,
+    ),
+    "allreduce": Operation(
+        allreduce_fusion,
+        plan_allreduce_fusion,
+        describe_allreduce,
+        _allreduce_inputs,
+        _norm_options,
+        _allreduce_partial,
+        lambda case: case.tokens * case.row_bytes,
+    ),
 }

@@ -40,7 +40,6 @@ from cupy_moe_ar import (
     DType,
     LaunchShape,
     Workspace,
-    plan_moe_finalize_allreduce_fusion,
     reference,
 )
 from cupy_moe_ar.checks import comm_dtype_of
@@ -61,7 +60,7 @@ def arguments() -> argparse.ArgumentParser:
     add("out_json", metavar="OUT_JSON", type=Path)
     what = parser.add_argument_group("what to run")
     what.add_argument("--op", choices=OPERATIONS, default="moe_finalize")
-    what.add_argument("--protocol", choices=PROTOCOLS, default="oneshot")
+    what.add_argument("--protocol", choices=PROTOCOLS, default="auto")
     what.add_argument("--tokens", type=positive, nargs="+", default=[1, 4, 16, 64, 128])
     what.add_argument("--hidden", type=positive, nargs="+", help="default: 6144 7168")
     what.add_argument("--top-k", type=positive, help="default: 8")
@@ -136,11 +135,15 @@ class Bench:
         poison = np.full((case.tokens, case.model.hidden), np.nan, self.np_dtype)
         outputs = {name: rank.put(poison) for name in OUTPUTS}
         sample = {**arrays, **outputs, **operation.options(case)}
+        sample["use_oneshot"] = PROTOCOLS[options.protocol]
+        home = self.workspace.home("bench")
+        protocol = operation.describe(home, **sample, dtype=case.dtype).protocol
 
         def call(launch_shape: LaunchShape | None = None) -> None:
             operation.call(
                 workspace=self.workspace,
                 **sample,
+                dtype=case.dtype,
                 launch_with_pdl=not options.no_pdl,
                 trigger_completion_at_end=not options.early_trigger,
                 launch_shape=launch_shape,
@@ -153,6 +156,7 @@ class Bench:
         row: Row = {
             "op": options.op,
             "protocol": options.protocol,
+            "served_by": protocol,
             "world": rank.size,
             "hidden": model.hidden,
             "top_k": model.top_k,
@@ -180,21 +184,22 @@ class Bench:
         if self.floors:
             row["floor_us"] = self.floors.exchange_us(case.message_bytes)
             row["empty_us"] = self.floors.empty_us
-            row["link_us"] = self.floors.link_us(case)
-            row["memory_us"] = self.floors.memory_us(case, operation.bytes_read(case), len(OUTPUTS))
+            read = operation.bytes_read(case)
+            row["link_us"] = self.floors.link_us(case, protocol)
+            row["memory_us"] = self.floors.memory_us(case, read, len(OUTPUTS), protocol)
         if self.kernels and options.op == "moe_finalize":
             theirs = [rank.put(poison) for _ in OUTPUTS]
             row["ar_fusion_us"] = ar_fusion_us(
                 rank, self.kernels, self.workspace, case, arrays, *theirs
             )
-        if self.nccl:
+        if self.nccl and options.op != "moe_reduction":
             by_nccl = {name: rank.put(poison) for name in OUTPUTS}
             row["nccl_us"] = self.nccl.time_us(case, arrays, **by_nccl)
             their_errors, _, _ = self._judge(case, inputs, common, by_nccl)
             row["nccl_residual_mean_abs_error"] = their_errors["residual_out"][0]
         if options.host:
-            row |= self._host(case, call, sample)
-        shapes = self._shapes(case, call) if options.shapes else []
+            row |= self._host(case, call, sample, protocol)
+        shapes = self._shapes(case, call, protocol) if options.shapes else []
         if shapes:
             row["shapes"] = shapes
         row |= self.log.facts
@@ -221,14 +226,15 @@ class Bench:
         errors, floor = rank.group.bcast(told)
         return errors, floor, equal
 
-    def _shapes(self, case: Case, call: Callable[[LaunchShape], None]) -> list[Row]:
+    def _shapes(self, case: Case, call: Callable[[LaunchShape], None], protocol: str) -> list[Row]:
         vectors = case.row_bytes // 16
-        limits = self.workspace._limits[self._variant(case)]
-        chosen = plan_rows(case.tokens, vectors, limits).shape
+        limits = self.workspace._limits[self._variant(case, protocol)]
+        owners = {"protocol": protocol, "world_size": self.rank.size}
+        chosen = plan_rows(case.tokens, vectors, limits, **owners).shape
         found = []
         for shape in launch_shapes(vectors):
             try:
-                plan = plan_rows(case.tokens, vectors, limits, shape)
+                plan = plan_rows(case.tokens, vectors, limits, shape, **owners)
             except ValueError:  # not on this device
                 continue
             us = self.rank.time_us(functools.partial(call, shape), self.options.replays)
@@ -244,34 +250,37 @@ class Bench:
             )
         return found
 
-    def _variant(self, case: Case) -> Variant:
-        return Variant(
-            self.options.op, self.options.protocol, case.dtype, case.comm_dtype, self.rank.size
-        )
+    def _variant(self, case: Case, protocol: str) -> Variant:
+        return Variant(self.options.op, protocol, case.dtype, case.comm_dtype, self.rank.size)
 
-    def _host(self, case: Case, call: Callable[[], None], sample: Row) -> Row:
+    def _host(self, case: Case, call: Callable[[], None], sample: Row, protocol: str) -> Row:
         """Time the host: the call, its checks, and the driver's launch alone."""
         rank, workspace = self.rank, self.workspace
         backend: Any = workspace._backend
         home = workspace.home("bench")
         told = {
             "host_call_us": None,
-            "host_describe_us": rank.host_us(lambda: self.operation.describe(home, **sample)),
+            "host_describe_us": rank.host_us(
+                lambda: self.operation.describe(home, **sample, dtype=case.dtype)
+            ),
             "host_plan_us": None,
             "host_launch_us": None,
         }
         if not rank.on_gpu:
             return told
         told["host_call_us"] = rank.host_us(call)
-        planned = plan_moe_finalize_allreduce_fusion(
+        planned = self.operation.plan(
             workspace=workspace,
             **sample,
+            dtype=case.dtype,
             launch_with_pdl=not self.options.no_pdl,
             stream=rank.stream,
         )
         told["host_plan_us"] = rank.host_us(planned.run)
-        variant = self._variant(case)
-        plan = plan_rows(case.tokens, case.row_bytes // 16, workspace._limits[variant])
+        variant = self._variant(case, protocol)
+        owners = {"protocol": protocol, "world_size": rank.size}
+        limits = workspace._limits[variant]
+        plan = plan_rows(case.tokens, case.row_bytes // 16, limits, **owners)
         launcher = backend.launcher(variant, plan, not self.options.no_pdl)
         # The arguments of the last launch are still in place.
         bare, function = launcher._launch, launcher._function
@@ -302,13 +311,15 @@ def bench(group: Group, options: argparse.Namespace) -> int:
         for tokens in options.tokens
     ]
     capacity = max(options.capacity or (2048 if backend == "cuda" else 1), *options.tokens)
+    operations = {options.op, "allreduce"} if options.baselines else {options.op}
     workspace = Workspace(
         group,
         max_token_num=capacity,
+        max_oneshot_token_num=capacity if options.protocol == "oneshot" else None,
         hidden_dim=max(case.model.hidden for _, case in runs),
         dtype=dtype,
         comm_dtype=comm_dtype,
-        operations=[options.op],
+        operations=sorted(operations),
         backend=backend,
         timeout_s=60.0,
     )

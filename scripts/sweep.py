@@ -63,6 +63,7 @@ def sweep(group: Group, options: argparse.Namespace) -> int:
         max_token_num=options.most,
         hidden_dim=max(options.hidden),
         dtype="bfloat16",
+        operations=["moe_finalize"],
         backend=choose_backend(group),
         timeout_s=60.0,
     )

@@ -240,6 +240,22 @@ def test_bench_writes_rows_and_a_log(tmp_path: Path) -> None:
     assert row["residual_mean_abs_error"] < 1.01 * row["residual_rounding_floor"]
 
 
+@pytest.mark.parametrize(
+    ("operation", "protocol"), [("allreduce", "twoshot"), ("moe_reduction", "auto")]
+)
+def test_bench_runs_every_operation_and_protocol(
+    tmp_path: Path, operation: str, protocol: str
+) -> None:
+    out = tmp_path / "rows.json"
+    command = (sys.executable, SCRIPTS / "bench.py", out, "--in-process", 2, "--replays", 1)
+    run(*command, *SMALL, "--op", operation, "--protocol", protocol, "--shapes", "--host")
+    for row in json.loads(out.read_text()):
+        assert (row["op"], row["protocol"], row["bits_equal"]) == (operation, protocol, True)
+        assert row["served_by"] == ("oneshot" if protocol == "auto" else protocol)
+        assert row["residual_mean_abs_error"] < 1.18 * row["residual_rounding_floor"]
+        assert sum(shape["chosen"] for shape in row["shapes"]) == 1
+
+
 @pytest.mark.parametrize("more", [("--hidden", "512"), ("--top-k", "4")])
 def test_presets_have_sizes_of_their_own(more: tuple[str, str]) -> None:
     options = bench.arguments().parse_args(["x.json", "--preset", "glm-5", *more])
@@ -263,8 +279,13 @@ def test_memory_limit_counts_every_byte() -> None:
     row_bytes = 64 * 2
     read = _workload.OPERATIONS["moe_finalize"].bytes_read(shape)
     assert read == 9 * row_bytes
-    assert floors.memory_us(shape, read, 2) == pytest.approx((9 + 1 + 2 + 3) * row_bytes)
-    assert floors.link_us(shape) == pytest.approx(row_bytes)
+    for protocol in ("oneshot", "twoshot"):  # two ranks send the same by either
+        expected = pytest.approx((9 + 1 + 2 + 3) * row_bytes)
+        assert floors.memory_us(shape, read, 2, protocol) == expected
+        assert floors.link_us(shape, protocol) == pytest.approx(row_bytes)
+    floors._rank.size = 8
+    assert floors.link_us(shape, "oneshot") == pytest.approx(7 * row_bytes)
+    assert floors.link_us(shape, "twoshot") == pytest.approx(7 / 4 * row_bytes)
 
 
 def test_plot_draws(tmp_path: Path) -> None:

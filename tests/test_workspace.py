@@ -72,10 +72,12 @@ def test_c6_bytes_required_is_exact() -> None:
     assert required(max_token_num=131072, comm_dtype="float32") == 2 * 2**32 + rest
     assert required(max_token_num=131072, dtype="float32") == 2 * 2**32 + rest
     huge = {"max_token_num": 2**40, "world_size": 16}
-    assert required(**huge) == 2 * 2 * 2**53 + 2 * rest  # two-shot, and a row for each rank
-    assert required(**huge, max_oneshot_token_num=2**40) == 2 * 16 * 2**53 + rest
+    assert required(**huge) == 2 * 16 * 2**53 + rest
+    two_shot = required(**huge, max_oneshot_token_num=0)
+    assert two_shot == 2 * 2 * 2**53 + 2 * rest  # and a row for each rank
     assert required(max_token_num=1) == rest
-    assert required(world_size=8, max_token_num=2048, hidden_dim=7168) < 250e6
+    large = {"world_size": 8, "max_token_num": 2048, "hidden_dim": 7168}
+    assert required(**large, max_oneshot_token_num=256) < 250e6
 
 
 @each_world(2)

@@ -7,17 +7,21 @@
 //     and reads only its own slab. Its own part comes from registers, or from its own slot, read
 //     back by the thread that wrote it.
 //  3. Two epochs. Who consumed a word restores the sentinel in the same launch. Words pushed into a
-//     rank = words that it polls = words that it restores.
+//     rank = words that it polls = words that it restores. A launch ends only after it has heard
+//     from every peer: directly, or from an owner that has.
 //  4. State lives on the device and advances once a launch. Every block has its own copy of the
 //     epoch, which it advances when all its threads have used it: nobody waits, nothing counts.
 //  5. Slots relaxed at system scope, control words relaxed at device scope; from launch to launch
 //     they are ordered by pdl_wait, before which nothing of an earlier kernel is touched.
 //  6. Idle lanes join every barrier and touch no memory.
 //  7. Push of a token precedes its poll, tokens ascend, block i waits for block i of its peers
-//     and for no other: one resident cluster a rank is enough to finish.
+//     and for no other: one resident cluster a rank is enough to finish. In two-shot likewise the
+//     parts of an item go before any wait for them, and its total before any wait for that.
 //  8. The launch is the same on every rank.
 //  9. Waits are bounded. Whoever gives up sets `broken`, tells the peers and pushes nothing more;
-//     later launches see `broken`, push nothing, write NaN and fall through every barrier.
+//     later launches see `broken`, push nothing, write NaN and fall through every barrier. So no
+//     owner sends a total that lacks a part; totals are waited for a second longer, so that its
+//     blame arrives before one blames it.
 // 10. A slab outlives its writers (the host's part).
 //
 // Graph friendly: no host value changes between launches. Memory consistency: each 32-bit word
