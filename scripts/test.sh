@@ -27,7 +27,7 @@ for ranks in "${runs[@]}"; do
   fi
   say "$name: ${command[*]}"
   status=0
-  limited 600 "${command[@]}" || status=$?
+  limited 1200 "${command[@]}" || status=$?
   # 5: no test selected, which arguments may bring about.
   if ((status == 0 || (status == 5 && $# > 0))); then
     passed+=("$name")
