@@ -158,7 +158,7 @@ def test_random_interleavings(ranks: Ranks, resident: int) -> None:
                         check_bits(output, results[name], f"{name}, {shape}")
 
 
-@each_world(3)
+@each_world(2, 3)
 def test_protocol_is_chosen_by_capacity(ranks: Ranks) -> None:
     case = dense_case(ranks.size, 5, 64)
 
