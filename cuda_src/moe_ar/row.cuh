@@ -30,3 +30,11 @@ template <int kVectors>
 inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
 
 }  // namespace moe_ar
+
+// Defines a kernel of this variant from a function of parameters and placement.
+#define MOE_AR_DEFINE_ROW_KERNEL(suffix, run)                                                     \
+  MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(suffix), moe_ar::kMaxBlockThreads, moe_ar::Params, params) { \
+    if (params.flags & moe_ar::kWarmUp) return;                                                   \
+    run(params, moe_ar::Placement(params));                                                       \
+    moe_ar::ptx::pdl_trigger();                                                                   \
+  }
