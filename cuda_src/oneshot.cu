@@ -45,13 +45,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
     residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
   });
   if (p.norm_out == nullptr) return;
-  ptx::warp_sync();
-  each<kVectors>([&](int v) {
-    if (group + v * at.group_step < groups) {
-      reduction.publish(v * at.group_step, square_sum(residual[v]));
-    }
-  });
-  const float row_square_sum = reduction.collect(groups);
+  const float row_square_sum = sum_of_squares(reduction, residual, group, at.group_step, groups);
   each<kVectors>([&](int v) {
     if (column + v * step >= p.row_vectors) return;
     store_norm(p, offset + v * step * sizeof(Vec16), residual[v], gamma[v], row_square_sum);
@@ -104,13 +98,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
       residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
     });
     if (p.norm_out == nullptr) continue;
-    ptx::warp_sync();
-    each<kVectors>([&](int v) {
-      if (group + v * at.group_step < groups) {
-        reduction.publish(v * at.group_step, square_sum(residual[v]));
-      }
-    });
-    const float row_square_sum = reduction.collect(groups);
+    const float row_square_sum = sum_of_squares(reduction, residual, group, at.group_step, groups);
     each<kVectors>([&](int v) {
       if (column + v * step >= p.row_vectors) return;
       store_norm(p, offset + v * step * sizeof(Vec16), residual[v], gamma[v], row_square_sum);

@@ -158,13 +158,7 @@ class Worker {
   // Last: the norm. Every thread of the cluster.
   __device__ __forceinline__ void finish(RowReduction& reduction, const Item& item) {
     if (!kGathers || p_.norm_out == nullptr || item.greeting) return;
-    ptx::warp_sync();
-    each<kVectors>([&](int v) {
-      if (group_ + v * group_step_ < groups_) {
-        reduction.publish(v * group_step_, square_sum(residual_[v]));
-      }
-    });
-    const float row_square_sum = reduction.collect(groups_);
+    const float row_square_sum = sum_of_squares(reduction, residual_, group_, group_step_, groups_);
     each<kVectors>([&](int v) {
       if (!has(item, v)) return;
       if (!kGammaEarly) gamma_[v].load(p_, column(v));

@@ -1,7 +1,9 @@
 // How the threads of a cluster share a row.
 #pragma once
 
+#include <moe_ar/epilogue.cuh>
 #include <moe_ar/params.cuh>
+#include <moe_ar/rmsnorm.cuh>
 
 namespace moe_ar {
 
@@ -28,6 +30,19 @@ struct Placement {
 // Vectors that a thread polls together, as registers allow.
 template <int kVectors>
 inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
+
+// Over the whole row, of which a thread holds the vectors of its groups `group`, `group + step`...
+// Every thread of the cluster.
+template <int kVectors>
+__device__ __forceinline__ float sum_of_squares(RowReduction& reduction,
+                                                const Vec16 (&residual)[kVectors], int group,
+                                                int step, int groups) {
+  ptx::warp_sync();
+  each<kVectors>([&](int v) {
+    if (group + v * step < groups) reduction.publish(v * step, square_sum(residual[v]));
+  });
+  return reduction.collect(groups);
+}
 
 }  // namespace moe_ar
 
