@@ -602,19 +602,16 @@ def _launch(
     home = workspace.home(function)
     options: Any = {"launch_with_pdl": launch_with_pdl, "launch_shape": launch_shape}
     launch, key = None, None
-    if workspace.checked:
-        call = _agreed(workspace, function, lambda: describe(home, **arguments))
-        launch = workspace.plan(function, call, **options)
-    else:
+    if not workspace.checked:
         with contextlib.suppress(TypeError, ValueError):  # `describe` puts them into words
             key = (function, *options.values(), *map(_identity, arguments.values()))
             launch = workspace.launches.get(key)
     if launch is None:
-        call = describe(home, **arguments)
+        call = _agreed(workspace, function, lambda: describe(home, **arguments))
         launch = workspace.plan(function, call, **options)
-        if len(workspace.launches) >= _REMEMBERED:
-            workspace.launches.clear()
         if key is not None:
+            if len(workspace.launches) >= _REMEMBERED:
+                workspace.launches.clear()
             workspace.launches[key] = launch
     launch.run(_stream(function, home, stream, arguments))
 
@@ -628,7 +625,9 @@ def _identity(argument: Any) -> Any:
 
 
 def _agreed(workspace: Workspace, function: str, describe: Callable[[], Call]) -> Call:
-    """Describe a call and compare it over the group: `MOE_AR_CHECK`."""
+    """Describe a call; with `MOE_AR_CHECK` compare it over the group."""
+    if not workspace.checked:
+        return describe()
     try:
         call = describe()
     except ArgumentError as error:

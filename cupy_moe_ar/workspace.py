@@ -267,14 +267,18 @@ class Workspace:
             ValueError: A dtype is none that the package knows.
         """
         activation = self.dtype if dtype is None else DType.parse(dtype)
-        if comm_dtype is None and activation is self.dtype:
-            comm_dtype = self.comm_dtype
-        wire = comm_dtype_of(activation, comm_dtype)
+        wire = self._wire(activation, comm_dtype)
         if row_problem(hidden_dim, activation) or token_num < 0:
             return False
         home = self._home
         capacity = home.oneshot_bytes if use_oneshot else home.payload_bytes
         return token_num * hidden_dim * wire.itemsize <= capacity
+
+    def _wire(self, dtype: DType, comm_dtype: DType | str | None) -> DType:
+        # As `checks.Checker` settles a call's.
+        if comm_dtype is None and dtype is self.dtype:
+            return self.comm_dtype
+        return comm_dtype_of(dtype, comm_dtype)
 
     def share(self, token_num: int) -> slice:
         """Return the tokens that this rank owns of `token_num`: a run, maybe an empty one.
@@ -370,9 +374,7 @@ class Workspace:
             activation = self.dtype if dtype is None else DType.parse(dtype)
             if activation not in ACTIVATIONS:
                 raise ValueError(f"dtype must be bfloat16, float16 or float32; got {dtype!r}")
-            if comm_dtype is None and activation is self.dtype:
-                comm_dtype = self.comm_dtype
-            wire = comm_dtype_of(activation, comm_dtype)
+            wire = self._wire(activation, comm_dtype)
             names = tuple(OPERATIONS) if operations is None else tuple(operations)
             unknown = [name for name in names if name not in OPERATIONS]
             if unknown:
