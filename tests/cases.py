@@ -96,6 +96,9 @@ def each_world(*sizes: int, mpi_up_to: int = 16) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("ranks", counts, indirect=True, ids="W{}".format)
 
 
+each_protocol = pytest.mark.parametrize("oneshot", [True, False], ids=["oneshot", "twoshot"])
+
+
 def current_rank() -> int:
     """Rank of the calling thread, for what a test plants into the package."""
     return _here.rank

@@ -20,6 +20,7 @@ from cases import (
     check,
     check_bits,
     dense_case,
+    each_protocol,
     each_world,
     filled,
     finalize,
@@ -30,8 +31,6 @@ from cases import (
 
 from cupy_moe_ar import DType, Workspace
 from cupy_moe_ar import reference as ref
-
-each_protocol = pytest.mark.parametrize("oneshot", [True, False], ids=["oneshot", "twoshot"])
 
 # tokens, hidden_dim, T, wire; options; numbers of ranks
 RANDOM: list[tuple[tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = [

@@ -16,6 +16,7 @@ from cases import (
     ReductionCase,
     check,
     check_bits,
+    each_protocol,
     each_world,
     filled,
     finalize,
@@ -27,8 +28,6 @@ from cases import (
 
 from cupy_moe_ar import DType, Workspace
 from cupy_moe_ar import reference as ref
-
-each_protocol = pytest.mark.parametrize("oneshot", [True, False], ids=["oneshot", "twoshot"])
 
 # tokens, hidden_dim, experts of the ranks, T, wire; options; numbers of ranks
 RANDOM: list[tuple[tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = [
