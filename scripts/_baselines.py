@@ -190,7 +190,7 @@ class Floors:
         memory = SymmetricMemory(rank.group, lambda: CudaSlab(total, rank.device))
         yield [pointer + abi.SLAB_HEADER_BYTES for pointer in memory.pointers]
         rank.meet()
-        memory.close()
+        memory.close(60.0)
 
     def _bandwidths(self) -> tuple[float | None, float]:
         rank = self._rank
