@@ -167,8 +167,8 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
 
 // For as many clusters as rows; for fewer; each with one or two vectors a thread; and for any
 // number of vectors.
-MOE_AR_DEFINE_ROW_KERNEL(_row, moe_ar::run_row<1>)
-MOE_AR_DEFINE_ROW_KERNEL(_row2, moe_ar::run_row<2>)
-MOE_AR_DEFINE_ROW_KERNEL(_rows, moe_ar::run_rows<1>)
-MOE_AR_DEFINE_ROW_KERNEL(_rows2, moe_ar::run_rows<2>)
-MOE_AR_DEFINE_ROW_KERNEL(_long, moe_ar::run_long_rows)
+MOE_AR_DEFINE_ROW_KERNEL(_row, moe_ar::kMaxBlockThreads, moe_ar::run_row<1>)
+MOE_AR_DEFINE_ROW_KERNEL(_row2, moe_ar::kMaxBlockThreads, moe_ar::run_row<2>)
+MOE_AR_DEFINE_ROW_KERNEL(_rows, moe_ar::kMaxBlockThreads, moe_ar::run_rows<1>)
+MOE_AR_DEFINE_ROW_KERNEL(_rows2, moe_ar::kMaxBlockThreads, moe_ar::run_rows<2>)
+MOE_AR_DEFINE_ROW_KERNEL(_long, moe_ar::kMaxBlockThreads, moe_ar::run_long_rows)

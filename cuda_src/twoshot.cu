@@ -15,6 +15,8 @@ constexpr bool kGathers = kProtocol != Protocol::kReduceScatter;  // totals go t
 // In a half a rank hears from the owner, or as owner, only. So that it still hears from every peer
 // in every launch, which is what two epochs rest on, a rank without tokens greets, or is greeted.
 constexpr bool kGreets = !(kSums && kGathers);
+// Without a gather 72 registers do, and two blocks of 448 threads share an SM.
+constexpr int kRowsThreads = kProducer == Producer::kDense ? 896 : kMaxBlockThreads;
 
 // What a cluster works on at a time: row `row` of the owner's share.
 struct Item {
@@ -350,8 +352,8 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
 }  // namespace moe_ar
 
 // As those of oneshot.cu.
-MOE_AR_DEFINE_ROW_KERNEL(_row, moe_ar::run_row<1>)
-MOE_AR_DEFINE_ROW_KERNEL(_row2, moe_ar::run_row<2>)
-MOE_AR_DEFINE_ROW_KERNEL(_rows, moe_ar::run_rows<1>)
-MOE_AR_DEFINE_ROW_KERNEL(_rows2, moe_ar::run_rows<2>)
-MOE_AR_DEFINE_ROW_KERNEL(_long, moe_ar::run_long_rows)
+MOE_AR_DEFINE_ROW_KERNEL(_row, moe_ar::kMaxBlockThreads, moe_ar::run_row<1>)
+MOE_AR_DEFINE_ROW_KERNEL(_row2, moe_ar::kMaxBlockThreads, moe_ar::run_row<2>)
+MOE_AR_DEFINE_ROW_KERNEL(_rows, moe_ar::kRowsThreads, moe_ar::run_rows<1>)
+MOE_AR_DEFINE_ROW_KERNEL(_rows2, moe_ar::kMaxBlockThreads, moe_ar::run_rows<2>)
+MOE_AR_DEFINE_ROW_KERNEL(_long, moe_ar::kMaxBlockThreads, moe_ar::run_long_rows)

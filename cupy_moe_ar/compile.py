@@ -96,6 +96,11 @@ class Variant:
         return "oneshot.cu" if self.protocol == "oneshot" else "twoshot.cu"
 
     @property
+    def dense(self) -> bool:
+        """Whether a rank's part of a token is a row as it is: nothing to gather."""
+        return self.operation not in _PRODUCERS
+
+    @property
     def kernel_name(self) -> str:
         """Name of the module, such as `moe_finalize_oneshot_bf16_w2`; profilers show it."""
         wire = "" if self.comm_dtype is self.dtype else f"_{self.comm_dtype.short}wire"

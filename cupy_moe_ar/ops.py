@@ -581,7 +581,8 @@ def _plan(
         for name in ("launch_with_pdl", "launch_shape")
         if name in arguments
     }
-    launch = workspace.plan(function, describe(home, **arguments), **options)
+    call = _agreed(workspace, function, lambda: describe(home, **arguments))
+    launch = workspace.plan(function, call, **options)
     return PlannedCall(launch, _stream(function, home, stream, arguments), arguments)
 
 

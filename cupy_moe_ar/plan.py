@@ -27,6 +27,9 @@ __all__ = [
 CLUSTER_SIZES = (1, 2, 4, 8)
 KERNELS = ("row", "row2", "rows", "rows2", "long")
 _WARP = 32
+_SPREAD = 1.4  # times the rows that are resident together
+_SECOND_WAIT_S = 0.8e-6
+_STORE_BYTES_PER_S = 365e9  # NVLink 4 of an H200, measured
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,15 @@ def crossover_bytes(world_size: int) -> int:
     """Return the payload (tokens x hidden_dim x wire item) up to which one-shot is chosen unasked.
 
     One-shot sends it to every peer. Two-shot sends `1 / world_size` of it to every peer, twice, and
-    waits for the link a second time, so that it should be the faster from
-    `1.6 us * 366 GB/s / ((world_size - 1) * (1 - 2 / world_size))` bytes on. But it has run in the
-    emulator only: until it has been seen right and timed on GPUs, just `use_oneshot=False` and a
-    capacity that leaves no other choice select it.
+    waits for the link a second time, which takes 0.8 us more at 1 token on two H200s. Two ranks
+    send as much in either way, and one-shot was the faster at every size (27.1 against 28.4 us at
+    512 tokens of 7168). For more it is a model, not measured yet: that one-shot is the slower once
+    the bytes that it sends beyond two-shot's take longer than that.
     """
-    return 1 << 62
+    spared = (world_size - 1) * (world_size - 2)  # payloads, x world_size
+    if spared <= 0:
+        return 1 << 62
+    return int(_SECOND_WAIT_S * _STORE_BYTES_PER_S * world_size / spared)
 
 
 def choose_oneshot(payload_bytes: int, world_size: int, oneshot_bytes: int) -> bool:
@@ -130,12 +136,13 @@ def plan_rows(
     *,
     protocol: str = "oneshot",
     world_size: int = 1,
+    dense: bool = False,
 ) -> RowPlan:
     """Choose the launch for `token_num` rows; `shape` forces one of `launch_shapes`.
 
     Where tokens have owners, a cluster's tokens take the owners in turn as long as the number of
     clusters is a multiple of theirs. In the halves of two-shot ranks without a token have an item
-    to greet by.
+    to greet by. `dense` is for operations that gather nothing.
 
     Raises:
         ValueError: `shape` cannot hold so many or such rows, or cannot be launched here.
@@ -148,7 +155,7 @@ def plan_rows(
         if limits.clusters(candidate) >= (token_num if candidate.kernel in ("row", "row2") else 1)
     ]
     if shape is None:
-        shape = _choose(candidates)
+        shape = _choose(candidates, token_num, limits, dense)
     elif shape not in candidates:
         raise ValueError(f"launch_shape must be one of {candidates}; got {shape}")
     most = limits.clusters(shape)
@@ -159,24 +166,35 @@ def plan_rows(
     return RowPlan(shape, clusters * shape.cluster_blocks)
 
 
-def _choose(candidates: list[LaunchShape]) -> LaunchShape:
+def _choose(
+    candidates: list[LaunchShape], token_num: int, limits: KernelLimits, dense: bool
+) -> LaunchShape:
     """Choose by what holds the rows, most parallel first.
 
     Measured on two H200s, hidden 7168, us. One row a cluster, a vector a thread, large clusters:
     8 / 4 / 2 CTAs take 3.28 / 3.36 / 3.84 at 1 token, 4.27 / 4.37 / 4.43 at 16, 4.97 / 5.02 / 5.26
     at 32, 6.51 / 6.9 / 6.72 at 64. When those are no longer resident together, two vectors a
     thread: 2 / 1 CTAs take 9.86 / 10.0 at 128 tokens, against 10.0 for two rows a cluster in turn.
-    Beyond, rows in turn: 2 / 1 CTAs take 17.8 / 17.9 at 256 tokens, 18.3 with a vector a thread.
+
+    Beyond, rows in turn. Gathers hide their latency best with two vectors a thread: 2 / 1 CTAs
+    take 18.2 / 18.3 at 256 tokens, 32.6 / 32.9 at 512, a vector a thread 18.3 / 35.3. But a few
+    rows more than are resident leave most threads without a second row, and smaller pieces even
+    that out: 8 CTAs, a vector a thread 11.0 / 12.1 / 13.8 / 16.2 at 140 / 156 / 176 / 200 tokens,
+    2 CTAs, two vectors 12.3 / 13.5 / 14.5 / 15.9. Dense rows need no hiding: at 512 tokens 25.2
+    against 27.2 in one-shot, 27.2 against 28.1 in two-shot.
     """
-    preferences = (
-        ("row", lambda shape: -shape.cluster_blocks),
-        ("row2", lambda shape: abs(shape.cluster_blocks - 2)),
-        ("rows2", lambda shape: abs(shape.cluster_blocks - 2)),
-        ("rows", lambda shape: abs(shape.cluster_blocks - 2)),
-        ("long", lambda shape: -shape.cluster_blocks * shape.block_threads),
-    )
-    for kernel, order in preferences:
+
+    def first(kernel: str, blocks: int) -> LaunchShape | None:
         shapes = [shape for shape in candidates if shape.kernel == kernel]
-        if shapes:
-            return min(shapes, key=order)
-    raise ValueError("no launch holds such a row on these devices")
+        return min(shapes, key=lambda s: abs(s.cluster_blocks - blocks), default=None)
+
+    pair = first("rows2", 2)
+    spread = dense or (pair is not None and token_num <= _SPREAD * limits.clusters(pair))
+    many = (first("rows", 8), pair) if spread else (pair, first("rows", 2))
+    for shape in (first("row", 8), first("row2", 2), *many):
+        if shape is not None:
+            return shape
+    shapes = [shape for shape in candidates if shape.kernel == "long"]
+    if not shapes:
+        raise ValueError("no launch holds such a row on these devices")
+    return max(shapes, key=lambda s: s.cluster_blocks * s.block_threads)

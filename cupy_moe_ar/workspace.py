@@ -498,22 +498,14 @@ class Workspace:
         variant = Variant(
             call.operation, call.protocol, call.dtype, call.comm_dtype, self.world_size
         )
-        limits = self._limits.get(variant)
-        if limits is None:
+        if variant not in self._limits:
             raise WorkspaceError(
                 f"{call.operation} is not prepared for dtype {call.dtype.value} with comm_dtype "
                 f"{call.comm_dtype.value}; call workspace.prepare(dtype='{call.dtype.value}', "
                 f"comm_dtype='{call.comm_dtype.value}') on every rank first"
             )
         try:
-            plan = plan_rows(
-                call.token_num,
-                call.row_vectors,
-                limits,
-                launch_shape,
-                protocol=call.protocol,
-                world_size=self.world_size,
-            )
+            plan = self.plan_rows(variant, call.token_num, call.row_vectors, launch_shape)
         except ValueError as error:
             raise ArgumentError(function, [str(error)]) from error
         params = abi.Params.from_buffer_copy(self._params)
@@ -522,6 +514,28 @@ class Workspace:
         if self._backend.ranks_on_device > 1:
             params.flags &= ~abi.Flag.TRIGGER_EARLY
         return Launch(self, self._backend.bind(variant, plan, params, launch_with_pdl))
+
+    def plan_rows(
+        self,
+        variant: Variant,
+        token_num: int,
+        row_vectors: int,
+        launch_shape: LaunchShape | None = None,
+    ) -> RowPlan:
+        """Return the launch that serves so many rows of so many 16-byte vectors here.
+
+        Raises:
+            ValueError: `launch_shape` does not fit.
+        """
+        return plan_rows(
+            token_num,
+            row_vectors,
+            self._limits[variant],
+            launch_shape,
+            protocol=variant.protocol,
+            world_size=variant.world_size,
+            dense=variant.dense,
+        )
 
     def home(self, function: str) -> Home:
         """Return what the call rules need; raises if the workspace is closed."""

@@ -5,6 +5,7 @@ Data depend on the case and the rank only, so that any process can make those of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ Inputs = dict[str, "Array | None"]  # by argument name
 PROTOCOLS = {"auto": None, "oneshot": True, "twoshot": False}  # use_oneshot
 DTYPES = ("bfloat16", "float16", "float32")
 _TILE_ROWS = 8  # a grouped GEMM pads the rows of an expert to its tile
+_MOST_DRAWN = 1 << 25  # numbers; a larger array repeats them
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,10 @@ class Case:
 
     def normal(self, generator: np.random.Generator, scale: float, *shape: int) -> Array:
         """Draw from a normal distribution, rounded to the activation dtype."""
-        drawn = generator.standard_normal(shape, dtype=np.float32) * np.float32(scale)
-        return drawn.astype(reference.numpy_dtype(self.dtype))
+        size = math.prod(shape)
+        drawn = generator.standard_normal(min(size, _MOST_DRAWN), dtype=np.float32)
+        drawn *= np.float32(scale)
+        return np.resize(drawn.astype(reference.numpy_dtype(self.dtype)), shape)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class Operation:
         inputs: Random arguments of one rank: `inputs(case, rank)`.
         options: Numbers to pass.
         partial: What a rank contributes, in float64: `partial(case, inputs)`.
+        token_axis: Which dimension of an argument counts tokens, by name, where one does.
         bytes_read: What a rank reads of its own inputs: `bytes_read(case)`.
     """
 
@@ -141,6 +146,16 @@ class Operation:
     options: Callable[[Case], dict[str, float]]
     partial: Callable[[Case, Inputs], NDArray[np.float64]]
     bytes_read: Callable[[Case], int]
+    token_axis: Mapping[str, int]
+
+    def pick(self, inputs: Inputs, tokens: NDArray[np.intp]) -> Inputs:
+        """Return a rank's arguments for some of its tokens."""
+        return {
+            name: array.take(tokens, self.token_axis[name])
+            if array is not None and name in self.token_axis
+            else array
+            for name, array in inputs.items()
+        }
 
 
 def common_inputs(case: Case) -> Inputs:
@@ -304,6 +319,7 @@ OPERATIONS = {
         _finalize_options,
         _finalize_partial,
         _finalize_bytes_read,
+        {"expanded_idx_to_permuted_idx": 0, "expert_scale_factor": 0, "shared_expert_output": 0},
     ),
     "moe_reduction": Operation(
         moe_reduction_allreduce_fusion,
@@ -313,6 +329,11 @@ OPERATIONS = {
         _norm_options,
         _reduction_partial,
         _finalize_bytes_read,
+        {
+            "moe_reduction_active_experts_token_input": 1,
+            "moe_reduction_scale_input": 1,
+            "moe_reduction_token_input": 0,
+        },
     ),
     "allreduce": Operation(
         allreduce_fusion,
@@ -322,5 +343,6 @@ OPERATIONS = {
         _norm_options,
         _allreduce_partial,
         lambda case: case.tokens * case.row_bytes,
+        {"allreduce_in": 0},
     ),
 }

@@ -41,7 +41,7 @@ from cupy_moe_ar import reference as ref
 from cupy_moe_ar.compile import Variant
 from cupy_moe_ar.cuda_backend import device_count
 from cupy_moe_ar.group import ThreadGroup
-from cupy_moe_ar.plan import KernelLimits, LaunchShape, launch_shapes, plan_rows
+from cupy_moe_ar.plan import KernelLimits, LaunchShape, launch_shapes
 from cupy_moe_ar.testing import run_ranks
 
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
@@ -131,7 +131,9 @@ class Rank:
         defaults: dict[str, Any] = {"comm": self.group, "backend": backend(), "device": self.device}
         defaults["operations"] = [case.operation if case else "moe_finalize"]
         sizes = case.capacity if case else {"max_token_num": 8, "hidden_dim": 64}
-        return Workspace(**{**defaults, "timeout_s": TIMEOUT_S, **sizes, **options})
+        settled = {**defaults, "timeout_s": TIMEOUT_S, **sizes, **options}
+        settled.setdefault("max_oneshot_token_num", settled["max_token_num"])
+        return Workspace(**settled)
 
     def put(self, host: Array) -> Buffer:
         return Buffer(self, host)
@@ -666,14 +668,12 @@ def usable_shapes(workspace: Workspace, case: Case, protocol: str = "oneshot") -
     """Every launch shape that serves the case here."""
     wire = case.comm_dtype or case.dtype
     variant = Variant(case.operation, protocol, case.dtype, wire, workspace.world_size)
-    limits = workspace._limits[variant]
     tokens, hidden_dim = case.shape
     vectors = hidden_dim * case.dtype.itemsize // 16
-    owners = {"protocol": protocol, "world_size": workspace.world_size}
     shapes = []
     for shape in launch_shapes(vectors):
         with contextlib.suppress(ValueError):
-            plan_rows(tokens, vectors, limits, shape, **owners)
+            workspace.plan_rows(variant, tokens, vectors, shape)
             shapes.append(shape)
     assert len({shape.kernel for shape in shapes}) > 1
     return shapes

@@ -116,6 +116,21 @@ def test_few_rows_spread_and_many_do_not() -> None:
     assert many.grid_blocks > 100
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_choice_over_token_counts(dense: bool) -> None:
+    """Within what is resident a row each; then smaller pieces; gathers then two vectors each."""
+    held = HOPPER.clusters(LaunchShape(2, 224, "rows2"))
+    choices = [
+        (1, LaunchShape(8, 128, "row")),
+        (HOPPER.clusters(LaunchShape(8, 128, "row")), LaunchShape(8, 128, "row")),
+        (HOPPER.clusters(LaunchShape(1, 448, "row2")), LaunchShape(2, 224, "row2")),
+        (held + 1, LaunchShape(8, 128, "rows")),
+        (2 * held, LaunchShape(8, 128, "rows") if dense else LaunchShape(2, 224, "rows2")),
+    ]
+    for tokens, shape in choices:
+        assert plan_rows(tokens, 896, HOPPER, dense=dense).shape == shape, tokens
+
+
 def test_sizes_are_exact_beyond_32_bits() -> None:
     assert slab_bytes(epoch_bytes(2, 131072 * 4096 * 2, 131072 * 4096 * 2)) == 2**32 + (2 << 20)
     for size in (1, 3, 16):
@@ -179,8 +194,14 @@ def test_owners_take_turns_in_a_cluster() -> None:
 
 
 def test_crossover() -> None:
-    """One-shot within its capacity."""
-    for size in (1, 2, 3, 8, 16):
-        assert crossover_bytes(size) > 1 << 40
+    """Two ranks never gain by two-shot; more do the earlier the more there are."""
+    for size in (1, 2):
         assert choose_oneshot(1 << 40, size, 1 << 41)
+    bounds = [crossover_bytes(size) for size in range(3, 17)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert 4 * 14336 > crossover_bytes(8) > 3 * 14336
+    for size in (2, 3, 8, 16):
+        bound = min(crossover_bytes(size), 1 << 40)
+        assert choose_oneshot(bound, size, 1 << 41)
+        assert not choose_oneshot(crossover_bytes(size) + 1, size, 1 << 63)
         assert not choose_oneshot(16, size, 0)

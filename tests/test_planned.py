@@ -75,6 +75,30 @@ def test_planning_checks_the_call(ranks: Ranks) -> None:
             plan_moe_finalize_allreduce_fusion(workspace=workspace, **given, no_such=1)
 
 
+@each_world(2, 3)
+def test_plans_are_compared_over_the_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_AR_CHECK", "1")
+    case = random_case(ranks.size, 4, 264)
+
+    @ranks.with_workspace(case)
+    def body(rank: Rank, workspace: Workspace) -> None:
+        buffers = arrays(rank, case)
+        given = {name: buffer.array for name, buffer in buffers.items()}
+        options = {**case.numbers, "weight_bias": float(rank.rank == 1)}
+        with pytest.raises(ArgumentError, match="must be the same on every rank") as caught:
+            plan_moe_finalize_allreduce_fusion(
+                workspace=workspace, **given, **options, stream=rank.stream
+            )
+        rank.same(str(caught.value))
+        planned = plan_moe_finalize_allreduce_fusion(
+            workspace=workspace, **given, **case.numbers, stream=rank.stream
+        )
+        planned.run()
+        rank.meet()
+        right = case.float32.residual_out
+        check_bits(buffers["residual_out"].read(), right, "residual_out")
+
+
 @each_world(2)
 def test_a_call_that_was_made_before_is_not_checked_again(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch

@@ -72,12 +72,13 @@ def test_c6_bytes_required_is_exact() -> None:
     assert required(max_token_num=131072, comm_dtype="float32") == 2 * 2**32 + rest
     assert required(max_token_num=131072, dtype="float32") == 2 * 2**32 + rest
     huge = {"max_token_num": 2**40, "world_size": 16}
-    assert required(**huge) == 2 * 16 * 2**53 + rest
+    assert required(**huge, max_oneshot_token_num=2**40) == 2 * 16 * 2**53 + rest
+    assert required(**huge) == required(**huge, max_oneshot_token_num=0)
     two_shot = required(**huge, max_oneshot_token_num=0)
     assert two_shot == 2 * 2 * 2**53 + 2 * rest  # and a row for each rank
     assert required(max_token_num=1) == rest
     large = {"world_size": 8, "max_token_num": 2048, "hidden_dim": 7168}
-    assert required(**large, max_oneshot_token_num=256) < 250e6
+    assert required(**large) == required(**large, max_oneshot_token_num=512) < 250e6
 
 
 @each_world(2)
@@ -89,7 +90,7 @@ def test_c6_capacity_is_in_bytes(ranks: Ranks) -> None:
     @ranks.with_workspace(cases[0])
     def body(rank: Rank, workspace: Workspace) -> None:
         capacity = {"world_size": rank.size, "max_token_num": 16, "hidden_dim": 1024}
-        assert workspace.nbytes == Workspace.bytes_required(**capacity)
+        assert workspace.nbytes == Workspace.bytes_required(**capacity, max_oneshot_token_num=16)
         for case in cases * 2:
             assert workspace.fits(*case.shape)
             check(case, finalize(rank, workspace, case))

@@ -46,10 +46,11 @@ __device__ __forceinline__ float sum_of_squares(RowReduction& reduction,
 
 }  // namespace moe_ar
 
-// Defines a kernel of this variant from a function of parameters and placement.
-#define MOE_AR_DEFINE_ROW_KERNEL(suffix, run)                                                     \
-  MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(suffix), moe_ar::kMaxBlockThreads, moe_ar::Params, params) { \
-    if (params.flags & moe_ar::kWarmUp) return;                                                   \
-    run(params, moe_ar::Placement(params));                                                       \
-    moe_ar::ptx::pdl_trigger();                                                                   \
+// Defines a kernel of this variant from a function of parameters and placement. Blocks have at most
+// kMaxBlockThreads; to name more `threads` bounds the registers.
+#define MOE_AR_DEFINE_ROW_KERNEL(suffix, threads, run)                           \
+  MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(suffix), threads, moe_ar::Params, params) { \
+    if (params.flags & moe_ar::kWarmUp) return;                                  \
+    run(params, moe_ar::Placement(params));                                      \
+    moe_ar::ptx::pdl_trigger();                                                  \
   }
