@@ -11,6 +11,7 @@ from .compile import CPU, Variant, compile_all
 from .errors import CompileError, WorkspaceError
 from .group import Group
 from .plan import KernelLimits, LaunchShape, RowPlan, all_shapes
+from .sharing import Place
 from .symmetric import HostSlab, SymmetricMemory
 
 __all__ = ["CpuBackend"]
@@ -48,6 +49,7 @@ class CpuBackend:
         """Read `MOE_AR_CPU_SEED`, the seed of the thread interleaving (default 0)."""
         self.seed = int(os.environ.get("MOE_AR_CPU_SEED", "0"))
         self.resident_clusters = 1
+        self.place = Place.here()
         self._libraries: dict[Variant, ctypes.CDLL] = {}
         self._memory: ctypes.Array[ctypes.c_char] | None = None
         self._record = abi.TimeoutRecord()
@@ -59,7 +61,7 @@ class CpuBackend:
 
     def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
         """Allocate slabs of `nbytes` and the control block; return them and its address."""
-        memory = SymmetricMemory(group, lambda: HostSlab(nbytes))
+        memory = SymmetricMemory(group, lambda: HostSlab(nbytes, self.place))
         self._memory = ctypes.create_string_buffer(ctypes.sizeof(abi.ControlBlock) + 128)
         address = -(-ctypes.addressof(self._memory) // 128) * 128
         control = abi.ControlBlock.from_address(address)

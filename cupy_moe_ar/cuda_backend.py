@@ -21,12 +21,14 @@ from .launch import (
     load,
     max_cluster_size,
     occupancy,
+    runs_under_mps,
     version_problem,
 )
 from .plan import KernelLimits, LaunchShape, RowPlan, all_shapes
+from .sharing import Place
 from .symmetric import CudaSlab, SymmetricMemory
 
-__all__ = ["CudaBackend", "choose_device", "device_count"]
+__all__ = ["CudaBackend", "choose_device", "device_count", "place_on"]
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _log = logging.getLogger(__name__)
@@ -64,6 +66,21 @@ def choose_device(device: int | None, local_rank: int) -> int:
     return local_rank % count
 
 
+def place_on(device: int) -> Place:
+    """Return the place of this process on a CUDA device, given by its ordinal."""
+    from cupy.cuda import runtime
+
+    limits = device_limits(device)
+    bus_ids = tuple(map(runtime.deviceGetPCIBusId, range(device_count())))
+    return Place.here().with_gpu(
+        gpu=bus_ids[device],
+        gpu_uuid=limits.uuid,
+        gpu_name=limits.name,
+        visible=bus_ids,
+        mps=runs_under_mps(device),
+    )
+
+
 class CudaBackend:
     """Enqueues launches of one rank.
 
@@ -89,6 +106,7 @@ class CudaBackend:
             raise UnsupportedError(
                 f"sm_margin must be in 0..{self.device_limits.sm_count - 1}; got {sm_margin}"
             )
+            self.place: Place = place_on(device)
         self.description = f"{self.device_limits.name} ({self.device_limits.pci_bus_id})"
         self._kernels: dict[Variant, dict[str, Kernel]] = {}
         self._launches: dict[tuple[Variant, RowPlan, bool], KernelLaunch] = {}
@@ -116,7 +134,7 @@ class CudaBackend:
         """Allocate slabs of `nbytes` and the control block; return them and its address."""
         runtime = self._runtime
         with self._on_device():
-            memory = SymmetricMemory(group, lambda: CudaSlab(nbytes, self.device))
+            memory = SymmetricMemory(group, lambda: CudaSlab(nbytes, self.device, self.place))
             mapped = 2
             self._record_host = runtime.hostAlloc(ctypes.sizeof(abi.TimeoutRecord), mapped)
             ctypes.memset(self._record_host, 0, ctypes.sizeof(abi.TimeoutRecord))

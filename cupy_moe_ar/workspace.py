@@ -22,6 +22,7 @@ from .cuda_backend import CudaBackend
 from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, WorkspaceError
 from .group import Group, as_group, host_identity, run_threads, staged
 from .plan import KernelLimits, LaunchShape, RowPlan, crossover_bytes, plan_rows, share_of
+from .sharing import why_slow
 from .types import DType
 
 __all__ = ["Workspace"]
@@ -601,10 +602,14 @@ class Workspace:
         return staged(group, f"choosing the {backend} backend's device", make)
 
     def _count_ranks_on_device(self) -> None:
+        places = self._group.allgather(self._backend.place)
         if isinstance(self._backend, CudaBackend):
-            uuids = self._group.allgather(self._backend.device_limits.uuid)
+            uuids = [place.gpu_uuid for place in places]
             # The most crowded device decides, so that every rank plans alike.
             self._backend.ranks_on_device = max(map(uuids.count, uuids))
+        slow = why_slow(self.rank, places)
+        if slow:
+            _log.warning(slow)
 
 
 def _agree(group: Group, function: str, faults: Sequence[str], same: Any) -> None:
