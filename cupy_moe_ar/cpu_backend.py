@@ -82,10 +82,11 @@ class CpuBackend:
                 raise CompileError(f"cannot load {path}: {error}") from error
             self._libraries[variant].moe_ar_emulator_error.restype = ctypes.c_char_p
         # Clusters run one after the other: the grid is as wide as anyone likes.
-        return {
-            variant: {shape: 1 << 20 for shape in all_shapes() if shape.kernel in variant.kernels}
-            for variant in variants
-        }
+        resident = {}
+        for variant in variants:
+            kernels = variant.kernels
+            resident[variant] = {s: 1 << 20 for s in all_shapes() if s.kernel in kernels}
+        return resident
 
     def limits(self, resident: dict[LaunchShape, int]) -> KernelLimits:
         """Wrap the group's minimum; the emulator has as many SMs as a large GPU."""
