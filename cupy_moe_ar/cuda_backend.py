@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from . import abi
 from .compile import Variant, compile_all, nvrtc_version
 from .errors import UnsupportedError
-from .group import Group
+from .group import Group, staged
 from .launch import (
     Kernel,
     KernelLaunch,
@@ -102,11 +102,11 @@ class CudaBackend:
             runtime.setDevice(device)
         with self._on_device():
             self.device_limits = device_limits(device)
+        self.locate()
         if not 0 <= sm_margin < self.device_limits.sm_count:
             raise UnsupportedError(
                 f"sm_margin must be in 0..{self.device_limits.sm_count - 1}; got {sm_margin}"
             )
-            self.place: Place = place_on(device)
         self.description = f"{self.device_limits.name} ({self.device_limits.pci_bus_id})"
         self._kernels: dict[Variant, dict[str, Kernel]] = {}
         self._launches: dict[tuple[Variant, RowPlan, bool], KernelLaunch] = {}
@@ -130,23 +130,44 @@ class CudaBackend:
         """Where a kernel notes why it gave up: host memory mapped into the device."""
         return abi.TimeoutRecord.from_address(self._record_host)
 
-    def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
-        """Allocate slabs of `nbytes` and the control block; return them and its address."""
-        runtime = self._runtime
+    def locate(self) -> None:
+        """Look where this process runs."""
         with self._on_device():
+            self.place: Place = place_on(self.device)
+
+    def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
+        """Allocate slabs of `nbytes` and, once, the control block; return them and its address."""
+        with self._on_device():
+            staged(group, "allocating the control block", self._allocate_control)
             memory = SymmetricMemory(group, lambda: CudaSlab(nbytes, self.device, self.place))
-            mapped = 2
-            self._record_host = runtime.hostAlloc(ctypes.sizeof(abi.TimeoutRecord), mapped)
-            ctypes.memset(self._record_host, 0, ctypes.sizeof(abi.TimeoutRecord))
-            control = abi.ControlBlock()
-            control.slab[: len(memory.pointers)] = memory.pointers
-            control.record = self._record_host  # the same address on the device (unified memory)
-            self._control = runtime.malloc(ctypes.sizeof(control))
-            runtime.memcpy(
-                self._control, ctypes.addressof(control), ctypes.sizeof(control), _HOST_TO_DEVICE
-            )
-            runtime.deviceSynchronize()
+            self._reset(memory.pointers)
         return memory, self._control
+
+    def _allocate_control(self) -> None:
+        runtime = self._runtime
+        mapped = 2
+        if not self._record_host:
+            self._record_host = runtime.hostAlloc(ctypes.sizeof(abi.TimeoutRecord), mapped)
+        if not self._control:
+            self._control = runtime.malloc(ctypes.sizeof(abi.ControlBlock))
+
+    def detach(self) -> None:
+        """Forget the slabs, which are about to go; the control block keeps its address.
+
+        A graph that is replayed nevertheless then faults at once: its slabs lie at address 0.
+        """
+        with self._on_device():
+            self._reset(())
+
+    def _reset(self, pointers: Sequence[int]) -> None:
+        ctypes.memset(self._record_host, 0, ctypes.sizeof(abi.TimeoutRecord))
+        control = abi.ControlBlock()
+        control.slab[: len(pointers)] = pointers
+        control.record = self._record_host  # the same address on the device (unified memory)
+        self._runtime.memcpy(
+            self._control, ctypes.addressof(control), ctypes.sizeof(control), _HOST_TO_DEVICE
+        )
+        self._runtime.deviceSynchronize()
 
     def compile(self, variants: Iterable[Variant]) -> None:
         """Compile what is not in the cache yet."""

@@ -82,14 +82,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Ranks are threads; the second time they map each other's slabs as processes do."""
     if request.param == "processes":
-        original = CpuBackend.__init__
+        original = CpuBackend.locate
 
         def planted(self: CpuBackend) -> None:
             original(self)
             # No process has such a number, so peers that have not left count as alive.
             self.place = replace(self.place, pid=2**30 + current_rank(), mps=True)
 
-        monkeypatch.setattr(CpuBackend, "__init__", planted)
+        monkeypatch.setattr(CpuBackend, "locate", planted)
     return str(request.param)
 
 

@@ -233,7 +233,7 @@ def test_a_workspace_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ranks of the CPU backend that are said to lie on one GPU, in processes of their own."""
-    original = CpuBackend.__init__
+    original = CpuBackend.locate
 
     def planted(self: CpuBackend) -> None:
         original(self)
@@ -241,7 +241,7 @@ def test_a_workspace_warns_once(
             self.place, pid=1000 + current_rank(), gpu=GPUS[0], gpu_uuid="uuid-0", visible=GPUS
         )
 
-    monkeypatch.setattr(CpuBackend, "__init__", planted)
+    monkeypatch.setattr(CpuBackend, "locate", planted)
     case = random_case(3, 5, 264)
 
     def body(group: Any) -> None:
