@@ -204,9 +204,9 @@ class CudaBackend:
                 count = occupancy(kernel, shape.block_threads) * sms
             else:
                 count = active_clusters(kernel, shape.block_threads, shape.cluster_blocks)
-            count = count * (sms - self._sm_margin) // (sms * self.ranks_on_device)
-            if count > 0:
-                resident[shape] = count
+            share = count * (sms - self._sm_margin) // (sms * self.ranks_on_device)
+            if count >= self.ranks_on_device:  # one a rank is enough to finish; it may cost margin
+                resident[shape] = max(share, 1)
         return resident
 
     def limits(self, resident: dict[LaunchShape, int]) -> KernelLimits:

@@ -322,13 +322,19 @@ class SymmetricMemory:
                 if place.host != self.places[rank].host:
                     raise UnsupportedError(why_not_shared(self.places, rank, peer))
 
+        def export() -> tuple[int, object]:
+            assert slab is not None
+            # Threads of one process do without, also where there is no CUDA IPC.
+            needed = any(place.process != slab.place.process for place in self.places)
+            return slab.pointer, slab.export() if needed else None
+
         def open_peer(peer: int) -> int:
             assert slab is not None
             if peer == rank:
                 return slab.pointer
-            exported, pointer, place = told[peer]
+            pointer, exported = told[peer]
             try:
-                return slab.open(exported, pointer, place)
+                return slab.open(exported, pointer, self.places[peer])
             except _UnreachableError as error:
                 access = error.peer_access
                 raise UnsupportedError(
@@ -339,14 +345,9 @@ class SymmetricMemory:
         try:
             staged(group, "allocating the workspace", create)
             assert slab is not None
-            own = staged(
-                group,
-                "exporting the workspace",
-                lambda: (slab.export() if group.Get_size() > 1 else None, slab.pointer, slab.place),
-            )
-            told = group.allgather(own)
-            self.places: list[Place] = [place for _, _, place in told]
+            self.places: list[Place] = group.allgather(slab.place)
             staged(group, "sharing the workspace", check_hosts)
+            told = group.allgather(staged(group, "exporting the workspace", export))
             self.pointers = staged(
                 group,
                 "mapping the peers' memory",

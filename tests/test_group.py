@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,8 @@ def test_c18_handles_that_end_in_nul_survive(ranks: Ranks) -> None:
 
     @ranks.run
     def body(rank: Rank) -> None:
-        memory = SymmetricMemory(rank.group, lambda: Slab(2 << 20, Place.here()))
+        here = replace(Place.here(), pid=1000 + rank.rank)  # as in processes of their own
+        memory = SymmetricMemory(rank.group, lambda: Slab(2 << 20, here))
         assert len(set(memory.pointers)) == rank.size
         memory.close(10.0)
 

@@ -170,6 +170,8 @@ def failing(owner: Any, method: str) -> Iterator[None]:
     ],
 )
 def test_failed_construction_leaves_nothing(owner: Any, method: str, as_in: str) -> None:
+    if (method, as_in) == ("export", "threads"):
+        pytest.skip("threads of one process export nothing")
     case = random_case(3, 1, 64)
 
     def fail(group: Any) -> None:

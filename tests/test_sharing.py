@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from cases import Rank, Ranks, check, current_rank, each_world, finalize, random_case
 
-from cupy_moe_ar import UnsupportedError, launch, symmetric
+from cupy_moe_ar import UnsupportedError, cuda_backend, launch, symmetric
 from cupy_moe_ar.cpu_backend import CpuBackend
+from cupy_moe_ar.cuda_backend import CudaBackend
+from cupy_moe_ar.plan import LaunchShape
 from cupy_moe_ar.sharing import Place, has_ended, why_not_exported, why_not_shared, why_slow
 from cupy_moe_ar.symmetric import CudaSlab, HostSlab, SymmetricMemory
 from cupy_moe_ar.testing import run_ranks
@@ -123,6 +125,19 @@ def test_every_rank_hears_the_reason(ranks: Ranks) -> None:
         with pytest.raises(UnsupportedError, match=rf"mapping.*{pair}.*No such file") as caught:
             SymmetricMemory(rank.group, lambda: Slab(2 << 20, here))
         rank.same(str(caught.value))
+
+
+def test_threads_of_one_process_need_no_export() -> None:
+    """So the remedy for a host without CUDA IPC is one."""
+
+    class Slab(HostSlab):
+        def export(self) -> object:
+            raise UnsupportedError("no CUDA IPC")
+
+    def body(group: Any) -> None:
+        SymmetricMemory(group, lambda: Slab(2 << 20, Place.here())).close(10.0)
+
+    run_ranks(3, body)
 
 
 class FakeRuntime:
@@ -277,3 +292,36 @@ def test_mps_is_found(
     if status:  # bindings too old to know the attribute
         del driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
         assert launch.runs_under_mps(0) is expected
+
+
+# ---- room on a shared GPU ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "margin", "alone", "in_fours"),
+    [
+        (1, 0, 528, 60),
+        (1, 66, 264, 30),
+        (4, 0, 132, 15),
+        (4, 66, 66, 7),
+        (16, 131, 1, 1),  # less than a cluster each, but one each fits
+        (61, 0, 8, None),  # 60 clusters of 4 for 61 ranks: some would wait for room
+    ],
+)
+def test_plans_leave_room_for_the_other_ranks_of_a_gpu(
+    ranks: int, margin: int, alone: int, in_fours: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """132 SMs hold 4 blocks each, or 60 clusters of 4 blocks together."""
+    monkeypatch.setattr(cuda_backend, "max_cluster_size", lambda kernel, block: 4)
+    monkeypatch.setattr(cuda_backend, "occupancy", lambda kernel, block: 4)
+    monkeypatch.setattr(cuda_backend, "active_clusters", lambda *shape: 240 // shape[-1])
+    limits = launch.DeviceLimits("H200", (9, 0), "sm_90a", 132, 2048, "uuid-0", GPUS[0])
+    backend = CudaBackend.__new__(CudaBackend)
+    backend.device_limits, backend._sm_margin, backend.ranks_on_device = limits, margin, ranks
+    resident = backend._resident_clusters({"row": launch.Kernel("row", 1)})
+    assert {shape.kernel for shape in resident} == {"row"}
+    assert resident.get(LaunchShape(1, 128, "row")) == alone
+    assert resident.get(LaunchShape(4, 128, "row")) == in_fours
+    assert LaunchShape(8, 128, "row") not in resident
+    for shape, count in resident.items():
+        assert count * ranks * shape.cluster_blocks <= 528
