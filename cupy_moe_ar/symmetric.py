@@ -17,6 +17,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ class Slab(Protocol):
     nbytes: int
     pointer: int
     place: Place
+    unmap_s: float  # that a peer in another process may take to unmap it after its farewell
 
     def export(self) -> object:
         """Return what another process needs to map this slab."""
@@ -70,6 +72,8 @@ class Slab(Protocol):
 
 class HostSlab:
     """Host memory for the CPU backend."""
+
+    unmap_s = 0.0  # the kernel counts mappings
 
     def __init__(self, nbytes: int, place: Place) -> None:
         """Allocate and initialise."""
@@ -186,6 +190,8 @@ def _remove_orphans() -> None:
 
 class CudaSlab:
     """Device memory for the CUDA backend."""
+
+    unmap_s = 1.0  # CUDA leaves it open what comes of mappings of memory that has been freed
 
     def __init__(self, nbytes: int, device: int, place: Place) -> None:
         """Allocate with cudaMalloc (a pool's memory cannot be exported), initialise, wait.
@@ -401,6 +407,7 @@ class SymmetricMemory:
             return
         self.slab.free()
         meet(self.group, seconds)
+        _free_kept()
 
     def abandon(self) -> None:
         """Unmap the peers' slabs without them; the own one is kept while they may write to it."""
@@ -422,15 +429,15 @@ class SymmetricMemory:
         _free_kept()
         kept = _Kept(self.slab, self.group.Get_rank(), self.places)
         with _kept_lock:
-            writers = kept.free()
-            if writers:
+            users = kept.free()
+            if users:
                 _kept.append(kept)
-        if writers:
+        if users:
             _log.warning(
                 "%d bytes stay allocated until ranks %s have left the workspace or ended: they may "
                 "still write there",
                 self.slab.nbytes,
-                ", ".join(map(str, writers)),
+                ", ".join(map(str, users)),
             )
 
 
@@ -441,22 +448,31 @@ class _Kept:
         self._slab = slab
         self._rank = rank
         self._places = places
+        self._left_at: dict[int, float] = {}
 
     def free(self) -> list[int]:
-        """Free the slab unless ranks may still write to it; return those."""
+        """Free the slab unless ranks may still write to it or have it mapped; return those."""
         peers = [rank for rank in range(len(self._places)) if rank != self._rank]
         try:
             first = self._slab.pointer + SLAB_FAREWELL_OFFSET
             left = self._slab.read_words(first, len(self._places))
         except Exception:  # the device has failed
             return peers
-        here = self._slab.place
-        writers = [
-            peer for peer in peers if not left[peer] and not has_ended(here, self._places[peer])
+        here, now = self._slab.place, time.monotonic()
+
+        def has_left(peer: int) -> bool:
+            if not left[peer]:
+                return False
+            place = self._places[peer]
+            since = now - self._left_at.setdefault(peer, now)
+            return place.process == here.process or since >= self._slab.unmap_s
+
+        users = [
+            peer for peer in peers if not has_left(peer) and not has_ended(here, self._places[peer])
         ]
-        if not writers:
+        if not users:
             self._slab.free()
-        return writers
+        return users
 
 
 _kept: list[_Kept] = []

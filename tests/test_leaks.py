@@ -37,7 +37,7 @@ from cupy_moe_ar import (
 from cupy_moe_ar.cpu_backend import CpuBackend
 from cupy_moe_ar.cuda_backend import device_count
 from cupy_moe_ar.sharing import Place
-from cupy_moe_ar.symmetric import HostSlab
+from cupy_moe_ar.symmetric import CudaSlab, HostSlab, SymmetricMemory
 from cupy_moe_ar.testing import WorkerGroup, run_ranks, spawn_ranks
 
 SHARED = Path("/dev/shm")
@@ -246,6 +246,41 @@ def test_a_slab_is_kept_until_its_last_writer_has_left(
 
 
 @on_cpu
+def test_a_slab_is_kept_while_a_peer_may_be_unmapping_it() -> None:
+    """As on GPUs, where a rank says farewell in memory that it then unmaps."""
+
+    class Slab(HostSlab):
+        unmap_s = 0.5
+
+    def body(group: Any, other_process: bool) -> None:
+        rank = Rank(group)
+        place = Place.here()
+        if other_process:
+            place = replace(place, pid=2**30 + rank.rank, mps=True)
+        memories = [SymmetricMemory(group, lambda: Slab(2 << 20, place)) for _ in range(3)]
+        for leaving in range(2):
+            if rank.rank == leaving:
+                memories[0].abandon()
+            rank.meet()
+        memories[1].close(10.0)  # looks for the farewell to the first
+        rank.meet()
+        assert len(mapped()) == (4 if other_process else 2)
+        time.sleep(0.6)
+        rank.meet()
+        memories[2].abandon()
+        rank.meet()
+        assert len(mapped()) == (2 if other_process else 0)
+        time.sleep(0.6)
+        SymmetricMemory(group, lambda: Slab(2 << 20, place)).close(10.0)
+        rank.meet()
+        assert not mapped()
+
+    assert not mapped()
+    for other_process in (False, True):
+        run_ranks(2, lambda group, there=other_process: body(group, there))
+
+
+@on_cpu
 @pytest.mark.usefixtures("compiled")
 def test_broken_workspaces_leave_nothing(as_in: str) -> None:
     """Rank 1 does not launch; all close."""
@@ -366,6 +401,7 @@ def leave_gpu_memory(group: Any, count: int) -> None:
                 with pytest.raises(ZeroDivisionError), rank.workspace(case):
                     _ = 1 / 0
                 rank.meet()
+            time.sleep(1.5 * CudaSlab.unmap_s)
             rank.workspace(case).close()  # gives back what was kept for a peer that has left since
             rank.meet()
 

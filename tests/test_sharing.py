@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from cases import Rank, Ranks, check, current_rank, each_world, finalize, random_case
+from test_dead_peers import values
 
 from cupy_moe_ar import UnsupportedError, cuda_backend, launch, symmetric
 from cupy_moe_ar.cpu_backend import CpuBackend
@@ -19,7 +21,7 @@ from cupy_moe_ar.cuda_backend import CudaBackend
 from cupy_moe_ar.plan import LaunchShape
 from cupy_moe_ar.sharing import Place, has_ended, why_not_exported, why_not_shared, why_slow
 from cupy_moe_ar.symmetric import CudaSlab, HostSlab, SymmetricMemory
-from cupy_moe_ar.testing import run_ranks
+from cupy_moe_ar.testing import WorkerGroup, run_ranks, spawn_ranks
 
 GPUS = ("0000:0F:00.0", "0000:2D:00.0")
 LINUX = "Linux version 6.8.0-45-generic (buildd@lcy02) #45-Ubuntu SMP"
@@ -269,6 +271,32 @@ def test_a_workspace_warns_once(
     (record,) = (record for record in caplog.records if "CUDA MPS" in record.message)
     assert (record.levelname, record.name) == ("WARNING", "cupy_moe_ar.workspace")
     assert "ranks 0, 1, 2 share GPU" in record.message
+
+
+def share_one_gpu(group: WorkerGroup) -> int:
+    """Launch on GPU 0 with ranks in other processes; return how many warnings this rank logged."""
+    import cupy
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("cupy_moe_ar").addHandler(handler)
+    rank = Rank(group)
+    case = random_case(rank.size, 5, 264)
+    cupy.cuda.Device(0).use()
+    with (
+        cupy.cuda.Stream(non_blocking=True) as rank.stream,
+        rank.workspace(case, device=0) as workspace,
+    ):
+        for _ in range(5):
+            check(case, finalize(rank, workspace, case))
+    return sum("CUDA MPS" in words for words in told)
+
+
+@pytest.mark.gpu
+def test_ranks_that_take_turns_on_a_gpu_finish() -> None:
+    warnings = [0, 0, 0] if launch.runs_under_mps(0) else [1, 0, 0]
+    assert values(spawn_ranks(3, share_one_gpu)) == warnings
 
 
 @pytest.mark.parametrize(
