@@ -12,6 +12,7 @@ __all__ = [
     "MAX_ROW_BYTES",
     "MAX_WIRE_ROW_BYTES",
     "SENTINEL",
+    "SLAB_FAREWELL_OFFSET",
     "SLAB_HEADER_BYTES",
     "SLAB_PROBE_OFFSET",
     "VECTOR_BYTES",
@@ -33,6 +34,7 @@ MAX_WIRE_ROW_BYTES = 2 * MAX_ROW_BYTES  # 16-bit rows that travel as float32
 SENTINEL = 0x80000000
 SLAB_HEADER_BYTES = 4096
 SLAB_PROBE_OFFSET = 2048  # one 64-bit word a writer, used by the host's probe
+SLAB_FAREWELL_OFFSET = 3072  # likewise: 1 once the writer will never write to this slab again
 SLAB_GRANULARITY = 2 << 20  # CUDA IPC shares whole 2 MiB blocks
 
 

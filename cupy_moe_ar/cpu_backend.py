@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from . import abi
 from .compile import CPU, Variant, compile_all
 from .errors import CompileError, WorkspaceError
 from .group import Group
 from .plan import KernelLimits, LaunchShape, RowPlan, all_shapes
+from .sharing import Place
 from .symmetric import HostSlab, SymmetricMemory
 
 __all__ = ["CpuBackend"]
@@ -48,6 +49,7 @@ class CpuBackend:
         """Read `MOE_AR_CPU_SEED`, the seed of the thread interleaving (default 0)."""
         self.seed = int(os.environ.get("MOE_AR_CPU_SEED", "0"))
         self.resident_clusters = 1
+        self.locate()
         self._libraries: dict[Variant, ctypes.CDLL] = {}
         self._memory: ctypes.Array[ctypes.c_char] | None = None
         self._record = abi.TimeoutRecord()
@@ -57,15 +59,30 @@ class CpuBackend:
         """Where a kernel notes why it gave up."""
         return self._record
 
+    def locate(self) -> None:
+        """Look where this process runs."""
+        self.place: Place = Place.here()
+
     def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
-        """Allocate slabs of `nbytes` and the control block; return them and its address."""
-        memory = SymmetricMemory(group, lambda: HostSlab(nbytes))
-        self._memory = ctypes.create_string_buffer(ctypes.sizeof(abi.ControlBlock) + 128)
+        """Allocate slabs of `nbytes` and, once, the control block; return them and its address."""
+        if self._memory is None:
+            self._memory = ctypes.create_string_buffer(ctypes.sizeof(abi.ControlBlock) + 128)
+        memory = SymmetricMemory(group, lambda: HostSlab(nbytes, self.place))
+        return memory, self._reset(memory.pointers)
+
+    def detach(self) -> None:
+        """Forget the slabs, which are about to go; the control block keeps its address."""
+        self._reset(())
+
+    def _reset(self, pointers: Sequence[int]) -> int:
+        assert self._memory is not None
         address = -(-ctypes.addressof(self._memory) // 128) * 128
+        ctypes.memset(address, 0, ctypes.sizeof(abi.ControlBlock))
+        ctypes.memset(ctypes.addressof(self._record), 0, ctypes.sizeof(self._record))
         control = abi.ControlBlock.from_address(address)
-        control.slab[: len(memory.pointers)] = memory.pointers
+        control.slab[: len(pointers)] = pointers
         control.record = ctypes.addressof(self._record)
-        return memory, address
+        return address
 
     def compile(self, variants: Iterable[Variant]) -> None:
         """Compile what is not in the cache yet."""
@@ -80,10 +97,11 @@ class CpuBackend:
                 raise CompileError(f"cannot load {path}: {error}") from error
             self._libraries[variant].moe_ar_emulator_error.restype = ctypes.c_char_p
         # Clusters run one after the other: the grid is as wide as anyone likes.
-        return {
-            variant: {shape: 1 << 20 for shape in all_shapes() if shape.kernel in variant.kernels}
-            for variant in variants
-        }
+        resident = {}
+        for variant in variants:
+            kernels = variant.kernels
+            resident[variant] = {s: 1 << 20 for s in all_shapes() if s.kernel in kernels}
+        return resident
 
     def limits(self, resident: dict[LaunchShape, int]) -> KernelLimits:
         """Wrap the group's minimum; the emulator has as many SMs as a large GPU."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from . import abi
 from .compile import Variant, compile_all, nvrtc_version
 from .errors import UnsupportedError
-from .group import Group
+from .group import Group, staged
 from .launch import (
     Kernel,
     KernelLaunch,
@@ -21,12 +21,14 @@ from .launch import (
     load,
     max_cluster_size,
     occupancy,
+    runs_under_mps,
     version_problem,
 )
 from .plan import KernelLimits, LaunchShape, RowPlan, all_shapes
+from .sharing import Place
 from .symmetric import CudaSlab, SymmetricMemory
 
-__all__ = ["CudaBackend", "choose_device", "device_count"]
+__all__ = ["CudaBackend", "choose_device", "device_count", "place_on"]
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _log = logging.getLogger(__name__)
@@ -64,6 +66,21 @@ def choose_device(device: int | None, local_rank: int) -> int:
     return local_rank % count
 
 
+def place_on(device: int) -> Place:
+    """Return the place of this process on a CUDA device, given by its ordinal."""
+    from cupy.cuda import runtime
+
+    limits = device_limits(device)
+    bus_ids = tuple(map(runtime.deviceGetPCIBusId, range(device_count())))
+    return Place.here().with_gpu(
+        gpu=bus_ids[device],
+        gpu_uuid=limits.uuid,
+        gpu_name=limits.name,
+        visible=bus_ids,
+        mps=runs_under_mps(device),
+    )
+
+
 class CudaBackend:
     """Enqueues launches of one rank.
 
@@ -85,6 +102,7 @@ class CudaBackend:
             runtime.setDevice(device)
         with self._on_device():
             self.device_limits = device_limits(device)
+        self.locate()
         if not 0 <= sm_margin < self.device_limits.sm_count:
             raise UnsupportedError(
                 f"sm_margin must be in 0..{self.device_limits.sm_count - 1}; got {sm_margin}"
@@ -112,23 +130,44 @@ class CudaBackend:
         """Where a kernel notes why it gave up: host memory mapped into the device."""
         return abi.TimeoutRecord.from_address(self._record_host)
 
-    def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
-        """Allocate slabs of `nbytes` and the control block; return them and its address."""
-        runtime = self._runtime
+    def locate(self) -> None:
+        """Look where this process runs."""
         with self._on_device():
-            memory = SymmetricMemory(group, lambda: CudaSlab(nbytes, self.device))
-            mapped = 2
-            self._record_host = runtime.hostAlloc(ctypes.sizeof(abi.TimeoutRecord), mapped)
-            ctypes.memset(self._record_host, 0, ctypes.sizeof(abi.TimeoutRecord))
-            control = abi.ControlBlock()
-            control.slab[: len(memory.pointers)] = memory.pointers
-            control.record = self._record_host  # the same address on the device (unified memory)
-            self._control = runtime.malloc(ctypes.sizeof(control))
-            runtime.memcpy(
-                self._control, ctypes.addressof(control), ctypes.sizeof(control), _HOST_TO_DEVICE
-            )
-            runtime.deviceSynchronize()
+            self.place: Place = place_on(self.device)
+
+    def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
+        """Allocate slabs of `nbytes` and, once, the control block; return them and its address."""
+        with self._on_device():
+            staged(group, "allocating the control block", self._allocate_control)
+            memory = SymmetricMemory(group, lambda: CudaSlab(nbytes, self.device, self.place))
+            self._reset(memory.pointers)
         return memory, self._control
+
+    def _allocate_control(self) -> None:
+        runtime = self._runtime
+        mapped = 2
+        if not self._record_host:
+            self._record_host = runtime.hostAlloc(ctypes.sizeof(abi.TimeoutRecord), mapped)
+        if not self._control:
+            self._control = runtime.malloc(ctypes.sizeof(abi.ControlBlock))
+
+    def detach(self) -> None:
+        """Forget the slabs, which are about to go; the control block keeps its address.
+
+        A graph that is replayed nevertheless then faults at once: its slabs lie at address 0.
+        """
+        with self._on_device():
+            self._reset(())
+
+    def _reset(self, pointers: Sequence[int]) -> None:
+        ctypes.memset(self._record_host, 0, ctypes.sizeof(abi.TimeoutRecord))
+        control = abi.ControlBlock()
+        control.slab[: len(pointers)] = pointers
+        control.record = self._record_host  # the same address on the device (unified memory)
+        self._runtime.memcpy(
+            self._control, ctypes.addressof(control), ctypes.sizeof(control), _HOST_TO_DEVICE
+        )
+        self._runtime.deviceSynchronize()
 
     def compile(self, variants: Iterable[Variant]) -> None:
         """Compile what is not in the cache yet."""
@@ -165,9 +204,9 @@ class CudaBackend:
                 count = occupancy(kernel, shape.block_threads) * sms
             else:
                 count = active_clusters(kernel, shape.block_threads, shape.cluster_blocks)
-            count = count * (sms - self._sm_margin) // (sms * self.ranks_on_device)
-            if count > 0:
-                resident[shape] = count
+            share = count * (sms - self._sm_margin) // (sms * self.ranks_on_device)
+            if count >= self.ranks_on_device:  # one a rank is enough to finish; it may cost margin
+                resident[shape] = max(share, 1)
         return resident
 
     def limits(self, resident: dict[LaunchShape, int]) -> KernelLimits:

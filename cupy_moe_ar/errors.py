@@ -56,7 +56,7 @@ class PeerTimeoutError(MoeArError, RuntimeError):
         rank: Rank that gave up waiting.
         missing_rank: Rank that was waited for; `rank` itself if its peers gave it up.
         token: Token (row) that was waited for.
-        launch: Number of the launch, counted from 0 since the workspace was built.
+        launch: Number of the launch, counted from 0 since the workspace was built or restored.
     """
 
     def __init__(self, rank: int, missing_rank: int, token: int, launch: int) -> None:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from . import errors
 from .errors import MoeArError, UnsupportedError
 
-__all__ = ["Group", "ThreadGroup", "as_group", "host_identity", "meet", "run_threads", "staged"]
+__all__ = [
+    "Group",
+    "ThreadGroup",
+    "as_group",
+    "host_identity",
+    "meet",
+    "mixed_mpi",
+    "run_threads",
+    "staged",
+]
 
 _T = TypeVar("_T")
 
@@ -57,13 +67,15 @@ def as_group(comm: Any) -> Group:
                 "Get_size, allgather, bcast, barrier"
             ) from error
         comm = MPI.COMM_WORLD
-        started = _started_ranks()
-        if comm.Get_size() == 1 and started > 1:
-            raise UnsupportedError(
-                f"{started} processes were started together, but mpi4py sees 1 rank: mpirun is of "
-                f"another MPI than mpi4py's ({MPI.Get_library_version().split(chr(10))[0]}). "
-                "Start with that MPI's mpirun (`python -m mpi4py --mpi-lib-version` names it)"
-            )
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        # COMM_SELF means to be alone.
+        if isinstance(comm, MPI.Comm) and comm != MPI.COMM_SELF:
+            library = MPI.Get_library_version().split("\n")[0]
+            problem = mixed_mpi(MPI.COMM_WORLD.Get_size(), os.environ, library)
+            if problem:
+                raise UnsupportedError(problem)
     missing = [
         name
         for name in ("Get_rank", "Get_size", "allgather", "bcast", "barrier")
@@ -77,12 +89,27 @@ def as_group(comm: Any) -> Group:
     return comm  # type: ignore[no-any-return]
 
 
-def _started_ranks() -> int:
-    """Number of processes that an MPI launcher says it started; 1 without one."""
+def mixed_mpi(world_size: int, environment: Mapping[str, str], library: str) -> str | None:
+    """Say that a launcher of another MPI started this process, and what to do; else None.
+
+    Args:
+        world_size: Size of MPI's world. Under another MPI's launcher every process is alone in it.
+        environment: Where a launcher says how many processes it started.
+        library: Name of mpi4py's MPI.
+    """
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 1
+        if environment.get(name, "").isdigit():
+            started = int(environment[name])
+            break
+    else:
+        return None
+    if world_size > 1 or started < 2:
+        return None
+    return (
+        f"{started} processes were started together ({name}), but mpi4py sees 1 rank: mpirun is of "
+        f"another MPI than mpi4py's ({library}). Start with that MPI's mpirun (`python -m mpi4py "
+        "--mpi-lib-version` names it); a rank that is meant to be alone takes MPI.COMM_SELF"
+    )
 
 
 def staged(group: Group, step: str, action: Callable[[], _T]) -> _T:

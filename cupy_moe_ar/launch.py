@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = [
     "load",
     "max_cluster_size",
     "occupancy",
+    "runs_under_mps",
     "version_problem",
 ]
 
@@ -219,6 +221,19 @@ def driver_version() -> tuple[int, int]:
     """Return the newest CUDA version, as (major, minor), that the driver supports."""
     version = int(_check(_driver().cuDriverGetVersion(), "reading the driver's version"))
     return version // 1000, version % 1000 // 10
+
+
+def runs_under_mps(device: int) -> bool:
+    """Whether this process is a client of CUDA MPS on a device, given by its ordinal."""
+    driver = _driver()
+    code = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
+    if code is not None:
+        status, enabled = driver.cuDeviceGetAttribute(code, driver.CUdevice(device))
+        if not status:
+            return bool(enabled)
+    # Older drivers do not know: then by the daemon's pipe, where clients look for it.
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    return (Path(folder) / "control").exists()
 
 
 def is_capturing(stream: int) -> bool:

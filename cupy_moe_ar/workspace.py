@@ -20,13 +20,16 @@ from .compile import OPERATIONS, Variant
 from .cpu_backend import CpuBackend
 from .cuda_backend import CudaBackend
 from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, WorkspaceError
-from .group import Group, as_group, host_identity, run_threads, staged
+from .group import Group, as_group, host_identity, meet, run_threads, staged
 from .plan import KernelLimits, LaunchShape, RowPlan, crossover_bytes, plan_rows, share_of
+from .sharing import why_slow
 from .types import DType
 
 __all__ = ["Workspace"]
 
 _CLOSE_S = 60.0  # that `close` waits for peers
+_CLOSED = "is closed"
+_CHECKPOINT = "is prepared for a checkpoint; every rank must call checkpoint_restore(comm) first"
 _log = logging.getLogger(__name__)
 
 
@@ -45,12 +48,13 @@ class Launch:
         """Launch on a stream.
 
         Raises:
-            WorkspaceError: The workspace is closed, or bound to another stream.
+            WorkspaceError: The workspace is closed, prepared for a checkpoint or bound to another
+                stream.
             PeerTimeoutError: An earlier launch gave up waiting for a peer.
         """
         workspace = self._workspace
-        if workspace._closed:
-            raise WorkspaceError("the workspace of this launch is closed")
+        if workspace._unusable:
+            workspace._require_open("a launch")
         if self._record.valid:
             workspace.check()
         if stream != workspace._stream:
@@ -133,7 +137,7 @@ class Workspace:
             UnsupportedError: The ranks cannot share memory, or a device or package is missing.
             CompileError: A compiler is missing or refused a kernel.
         """
-        self._closed = True  # until built
+        self._unusable = _CLOSED  # until built; why it cannot be used, "" if it can
         group = as_group(comm)
         self._group = group
         self.rank = group.Get_rank()
@@ -175,6 +179,7 @@ class Workspace:
                 str(comm_dtype), max_oneshot_token_num, backend, timeout_s, sm_margin,
                 _source_digest())  # fmt: skip
         _agree(group, "Workspace", faults, same)
+        self._same = same
 
         self.max_token_num = int(max_token_num)
         self.hidden_dim = int(hidden_dim)
@@ -203,11 +208,15 @@ class Workspace:
         self._stream: int | None = None  # handle of the one that launches
         self._checked = os.environ.get("MOE_AR_CHECK", "0") not in ("", "0")
         self._timeout_s = timeout
-        self._memory, control = self._backend.allocate(group, self.nbytes)
+        try:
+            self._memory, control = self._backend.allocate(group, self.nbytes)
+        except BaseException:
+            self._backend.close()
+            raise
         self._params = abi.Params(
             control=control, rank=self.rank, epoch_bytes=epoch, timeout_ns=int(timeout * 1e9)
         )
-        self._closed = False
+        self._unusable = ""
         try:
             self.prepare(operations=operations)
         except BaseException:
@@ -435,15 +444,83 @@ class Workspace:
         `timeout_s`, if that is shorter), unmaps what it has and keeps its own slab until the
         process ends: peers may still write there.
         """
-        if self._closed:
+        if self._unusable == _CLOSED:
             return
-        self._closed = True
+        shares, self._unusable = not self._unusable, _CLOSED
         self._backend.synchronize()
-        if self._backend.record.valid:
+        if shares and self._backend.record.valid:
             self._memory.abandon()
-        else:
-            self._memory.close(min(self._timeout_s or _CLOSE_S, _CLOSE_S))
+        elif shares:
+            self._memory.close(self._meet_s)
         self._backend.close()
+
+    @property
+    def _meet_s(self) -> float:
+        """Seconds to wait on the host for peers who should be on their way."""
+        return min(self._timeout_s or _CLOSE_S, _CLOSE_S)
+
+    def checkpoint_prepare(self) -> None:
+        """Release what ranks share, so that their processes can be checkpointed; collective.
+
+        Waits for the device, then unmaps the peers' slabs and frees the own one. The kernels and
+        the control block stay where they are, so planned calls and captured graphs are good again
+        after `checkpoint_restore`. Until then calls raise; a graph must not be replayed, which
+        nobody can check: it would end in an illegal address.
+
+        Raises:
+            WorkspaceError: The workspace is closed or already prepared, or a peer did not come
+                within a minute (or `timeout_s`, if that is shorter): close it then.
+            PeerTimeoutError: A launch gave up waiting for a peer. Only a whole workspace can be
+                restored.
+        """
+        self._require_open("checkpoint_prepare")
+        self._backend.synchronize()
+        self.check()
+        if not meet(self._group, self._meet_s):
+            raise WorkspaceError(
+                f"checkpoint_prepare: not all ranks came within {self._meet_s:.3g} s; close the "
+                "workspace"
+            )
+        self._unusable = _CHECKPOINT
+        self._backend.detach()
+        self._memory.close(self._meet_s)
+
+    def checkpoint_restore(self, comm: Any) -> None:
+        """Share memory again after `checkpoint_prepare`; collective, the same error on every rank.
+
+        All slots are empty then and launches are counted from 0, on every rank. On failure the
+        workspace stays prepared: try again or close it.
+
+        Args:
+            comm: The ranks, numbered as before; as the constructor's.
+
+        Raises:
+            WorkspaceError: `checkpoint_prepare` was not called.
+            ArgumentError: `comm` has other ranks, or their workspaces other options.
+            UnsupportedError: The ranks cannot share memory.
+        """
+        if self._unusable != _CHECKPOINT:
+            state = self._unusable or "is not prepared for a checkpoint"
+            raise WorkspaceError(f"checkpoint_restore: the workspace {state}")
+        group = as_group(comm)
+        faults = []
+        if group.Get_size() != self.world_size:
+            faults.append(
+                f"comm must have {self.world_size} ranks as before; got {group.Get_size()}"
+            )
+        elif group.Get_rank() != self.rank:
+            faults.append(
+                f"comm must number this rank {self.rank} as before; got {group.Get_rank()}"
+            )
+        same = (self.world_size, self._same)
+        _agree(group, "Workspace.checkpoint_restore", faults, same)
+        self._home_hosts = group.allgather(host_identity())
+        self._backend.locate()
+        self._memory, _ = self._backend.allocate(group, self.nbytes)
+        self._group = group
+        self._count_ranks_on_device()
+        self._stream = None
+        self._unusable = ""
 
     def __enter__(self) -> Workspace:
         """Return the workspace."""
@@ -458,15 +535,16 @@ class Workspace:
         """Close it; after an exception without the peers, which may not come here."""
         if kind is None:
             self.close()
-        elif not self._closed:
-            self._closed = True
+        elif self._unusable != _CLOSED:
+            shares, self._unusable = not self._unusable, _CLOSED
             self._backend.give_up(self.rank)  # else a launch could wait for a peer that gave up
-            self._memory.abandon()
+            if shares:
+                self._memory.abandon()
             self._backend.close()
 
     def __del__(self) -> None:
         """Warn if it was not closed."""
-        if not getattr(self, "_closed", True):
+        if getattr(self, "_unusable", _CLOSED) != _CLOSED:
             warnings.warn(
                 f"workspace of rank {self.rank} was not closed", ResourceWarning, stacklevel=2
             )
@@ -586,8 +664,8 @@ class Workspace:
         self._stream = stream
 
     def _require_open(self, function: str) -> None:
-        if self._closed:
-            raise WorkspaceError(f"{function}: the workspace is closed")
+        if self._unusable:
+            raise WorkspaceError(f"{function}: the workspace {self._unusable}")
 
     # ---- building ------------------------------------------------------------------------------
 
@@ -615,10 +693,14 @@ class Workspace:
         return staged(group, f"choosing the {backend} backend's device", make)
 
     def _count_ranks_on_device(self) -> None:
+        places = self._group.allgather(self._backend.place)
         if isinstance(self._backend, CudaBackend):
-            uuids = self._group.allgather(self._backend.device_limits.uuid)
+            uuids = [place.gpu_uuid for place in places]
             # The most crowded device decides, so that every rank plans alike.
             self._backend.ranks_on_device = max(map(uuids.count, uuids))
+        slow = why_slow(self.rank, places)
+        if slow:
+            _log.warning(slow)
 
 
 def _agree(group: Group, function: str, faults: Sequence[str], same: Any) -> None:

@@ -21,6 +21,7 @@ from _workload import Case
 from cupy_moe_ar import DType, Workspace, abi, plan_allreduce_fusion
 from cupy_moe_ar import compile as compiler
 from cupy_moe_ar.compile import Variant
+from cupy_moe_ar.cuda_backend import place_on
 from cupy_moe_ar.group import staged
 from cupy_moe_ar.launch import Kernel, KernelLaunch, device_limits, load
 from cupy_moe_ar.symmetric import CudaSlab, SymmetricMemory
@@ -187,7 +188,9 @@ class Floors:
         rank = self._rank
         granularity = abi.SLAB_GRANULARITY
         total = -(-(abi.SLAB_HEADER_BYTES + nbytes) // granularity) * granularity
-        memory = SymmetricMemory(rank.group, lambda: CudaSlab(total, rank.device))
+        memory = SymmetricMemory(
+            rank.group, lambda: CudaSlab(total, rank.device, place_on(rank.device))
+        )
         yield [pointer + abi.SLAB_HEADER_BYTES for pointer in memory.pointers]
         rank.meet()
         memory.close(60.0)

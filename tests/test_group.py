@@ -7,17 +7,23 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cases import Rank, Ranks, current_rank, each_world
 
-from cupy_moe_ar import symmetric, workspace
+from cupy_moe_ar import sharing, workspace
 from cupy_moe_ar.errors import ArgumentError, CompileError, UnsupportedError, WorkspaceError
-from cupy_moe_ar.group import as_group, run_threads, staged
+from cupy_moe_ar.group import as_group, mixed_mpi, run_threads, staged
+from cupy_moe_ar.sharing import Place
 from cupy_moe_ar.symmetric import HostSlab, SymmetricMemory
 from cupy_moe_ar.testing import run_ranks
+
+# Only once MPI has started, which the other MPI's variables could confuse.
+OTHER_MPI = "from mpi4py import MPI; import os; os.environ['OMPI_COMM_WORLD_SIZE'] = '4'"
+ALONE = "4 processes were started together .*mpi4py sees 1 rank: mpirun is of another MPI"
 
 
 @each_world(1, 2, 3, 16)
@@ -52,7 +58,8 @@ def test_c18_handles_that_end_in_nul_survive(ranks: Ranks) -> None:
 
     @ranks.run
     def body(rank: Rank) -> None:
-        memory = SymmetricMemory(rank.group, lambda: Slab(2 << 20))
+        here = replace(Place.here(), pid=1000 + rank.rank)  # as in processes of their own
+        memory = SymmetricMemory(rank.group, lambda: Slab(2 << 20, here))
         assert len(set(memory.pointers)) == rank.size
         memory.close(10.0)
 
@@ -65,14 +72,14 @@ def test_mapping_that_is_not_the_peers_memory_is_found(ranks: Ranks) -> None:
         def open(self, exported: Any, *more: Any) -> int:
             if current_rank() != 1:
                 return super().open(exported, *more)
-            elsewhere.append(HostSlab(self.nbytes))
+            elsewhere.append(HostSlab(self.nbytes, self.place))
             return elsewhere[-1].pointer
 
     @ranks.run
     def body(rank: Rank) -> None:
         words = r"what ranks \[1\] wrote into the memory of rank 0 did not arrive"
         with pytest.raises(UnsupportedError, match=words) as caught:
-            SymmetricMemory(rank.group, lambda: Slab(2 << 20))
+            SymmetricMemory(rank.group, lambda: Slab(2 << 20, Place.here()))
         rank.same(str(caught.value))
 
     for slab in elsewhere:
@@ -121,20 +128,22 @@ def test_objects_without_the_methods_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "comm", "words"),
     [
-        # Only once MPI has started, which the other MPI's variables could confuse.
-        ("from mpi4py import MPI; import os; os.environ['OMPI_COMM_WORLD_SIZE'] = '4'",
-         "4 processes were started together, but mpi4py sees 1 rank: mpirun is of another MPI"),
-        ("import sys; sys.modules['mpi4py'] = None",
+        (OTHER_MPI, "None", ALONE),
+        (OTHER_MPI, "MPI.COMM_WORLD", ALONE),
+        (OTHER_MPI, "MPI.COMM_WORLD.Dup()", ALONE),
+        (OTHER_MPI, "MPI.COMM_SELF", "^taken"),
+        ("import sys; sys.modules['mpi4py'] = None", "None",
          "mpi4py is not usable: .* pip install 'cupy_moe_ar\\[mpi\\]'"),
     ],
-    ids=["other MPI", "no MPI"],
+    ids=["other MPI", "its world", "a copy of it", "alone on purpose", "no MPI"],
 )  # fmt: skip
-def test_mpi_problems_are_told(setting: str, words: str) -> None:
+def test_mpi_problems_are_told(setting: str, comm: str, words: str) -> None:
     code = (
         f"{setting}\nfrom cupy_moe_ar.group import as_group\n"
-        "try: as_group(None)\nexcept Exception as error: raise SystemExit(str(error))"
+        f"try: as_group({comm})\nexcept Exception as error: raise SystemExit(str(error))\n"
+        "raise SystemExit('taken')"
     )
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI"))}
     command = [sys.executable, "-c", code]
@@ -142,12 +151,38 @@ def test_mpi_problems_are_told(setting: str, words: str) -> None:
     assert re.search(words, done.stderr), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("world", "environment", "told"),
+    [
+        (1, {"OMPI_COMM_WORLD_SIZE": "4"}, True),
+        (1, {"PMI_SIZE": "2"}, True),
+        (1, {"PMIX_SIZE": "2"}, True),
+        (1, {"MV2_COMM_WORLD_SIZE": "16"}, True),
+        (4, {"PMI_SIZE": "4"}, False),
+        (1, {"PMI_SIZE": "1"}, False),
+        (1, {"PMI_SIZE": ""}, False),
+        (1, {}, False),
+    ],
+)
+def test_launcher_of_another_mpi(world: int, environment: dict[str, str], told: bool) -> None:
+    problem = mixed_mpi(world, environment, "MPICH 5")
+    assert (problem is not None) == told
+    if problem:
+        ((name, size),) = environment.items()
+        assert f"{size} processes were started together ({name})" in problem
+        assert "another MPI than mpi4py's (MPICH 5). Start with that MPI's mpirun" in problem
+
+
 def test_ranks_of_two_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (symmetric, workspace):
-        monkeypatch.setattr(module, "host_identity", lambda: f"host{current_rank() // 2} boot")
+    for module in (sharing, workspace):
+        monkeypatch.setattr(
+            module, "host_identity", lambda: "host{0} boot{0}".format(current_rank() // 2)
+        )
 
     def body(group: Any) -> None:
-        with pytest.raises(UnsupportedError, match="rank 0 is on host host0, rank 2 on host1"):
+        with pytest.raises(
+            UnsupportedError, match=r"rank 0 \(host host0\) and rank 2 .*host1.* different hosts"
+        ):
             Rank(group).workspace()
 
     run_ranks(3, body)

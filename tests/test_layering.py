@@ -17,8 +17,9 @@ from cupy_moe_ar.types import DType
 PACKAGE = Path(cupy_moe_ar.__file__).parent
 # Each module imports only what stands before it.
 ORDER = [
-    "errors", "types", "arrays", "abi", "plan", "reference", "checks", "call", "group", "compile",
-    "launch", "symmetric", "cuda_backend", "cpu_backend", "workspace", "ops", "__init__", "testing",
+    "errors", "types", "arrays", "abi", "plan", "reference", "checks", "call", "group", "sharing",
+    "compile", "launch", "symmetric", "cuda_backend", "cpu_backend", "workspace", "ops", "__init__",
+    "testing",
 ]  # fmt: skip
 MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
 # Only these may import it, and not when they are imported themselves.

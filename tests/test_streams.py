@@ -1,14 +1,17 @@
-"""A workspace is bound to one stream. The rule is the host's, so it needs no device."""
+"""Streams: a workspace is bound to one, two workspaces may use two at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from cases import Case, Rank, Ranks, check_bits, each_world, random_case
 
-from cupy_moe_ar import Workspace, WorkspaceError
+from cupy_moe_ar import Workspace, WorkspaceError, moe_finalize_allreduce_fusion
 from cupy_moe_ar.cpu_backend import CpuBackend
 from cupy_moe_ar.group import ThreadGroup
 from cupy_moe_ar.workspace import Launch
@@ -75,3 +78,88 @@ def test_device_says_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_driver", lambda: driver)
     assert launch.is_capturing(0xC)
     assert not launch.is_capturing(0xA)
+
+
+# ---- two workspaces ------------------------------------------------------------------------------
+
+
+class Lane:
+    """A workspace and its stream; on the CPU backend, where launches block, a thread is one."""
+
+    def __init__(self, rank: Rank, workspace: Workspace, case: Case, launches: int) -> None:
+        self.workspace, self.case = workspace, case
+        arrays = {name: rank.put(x).array for name, x in case.arrays(rank.rank).items()}
+        self.options: dict[str, Any] = {**arrays, **case.numbers}
+        self.written = [rank.put(np.zeros_like(case.residual)) for _ in range(launches)]
+        self.left = iter(self.written)
+        self.waiting: list[Future[None]] = []
+        self.thread = self.stream = None
+        if rank.stream is None:
+            self.thread = ThreadPoolExecutor(1)
+        else:
+            import cupy
+
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+
+    def launch(self) -> None:
+        options = {**self.options, "residual_out": next(self.left).array, "stream": self.stream}
+        if self.thread is None:
+            moe_finalize_allreduce_fusion(workspace=self.workspace, **options)
+            return
+        done = self.thread.submit(
+            moe_finalize_allreduce_fusion, workspace=self.workspace, **options
+        )
+        self.waiting.append(done)
+
+    def wait(self) -> None:
+        if self.thread is None:
+            self.stream.synchronize()
+            return
+        for done in self.waiting:
+            done.result()
+        self.thread.shutdown()
+
+    def check(self) -> None:
+        assert next(self.left, None) is None
+        self.workspace.check()
+        for buffer in self.written:
+            check_bits(buffer.read(), self.case.float32.residual_out)
+
+
+def use_two(rank: Rank, cases: list[Case], launches: int, **options: Any) -> None:
+    """Launch on two workspaces in turns, with nothing between the launches of one and the other."""
+    with rank.workspace(cases[0], **options) as one, rank.workspace(cases[1], **options) as other:
+        order = np.random.default_rng(0).permutation([0] * launches + [1] * launches)
+        lanes = [Lane(rank, *lane, launches) for lane in zip((one, other), cases, strict=True)]
+        rank.meet()
+        for index in order:  # the same on every rank
+            lanes[index].launch()
+        for lane in lanes:
+            lane.wait()
+        rank.meet()
+        for lane in lanes:
+            lane.check()
+        rank.meet()
+
+
+@each_world(2, 3)
+def test_two_workspaces_on_two_streams(ranks: Ranks) -> None:
+    cases = [random_case(ranks.size, 5, 264), random_case(ranks.size, 3, 1032, seed=1)]
+
+    @ranks.run
+    def body(rank: Rank) -> None:
+        use_two(rank, cases, 10)
+
+
+@pytest.mark.gpu
+@each_world(2)
+def test_two_workspaces_share_a_gpu_with_margins(ranks: Ranks) -> None:
+    """Grids that would fill the GPU leave half of it to each other."""
+    from cupy_moe_ar.launch import device_limits
+
+    cases = [random_case(ranks.size, 96, 7168), random_case(ranks.size, 128, 4096, seed=1)]
+
+    @ranks.run
+    def body(rank: Rank) -> None:
+        assert rank.device is not None
+        use_two(rank, cases, 20, sm_margin=device_limits(rank.device).sm_count // 2)

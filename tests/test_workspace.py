@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -228,6 +229,14 @@ def test_c10_failure_on_one_rank_is_everyones(
         return original(*arguments, **options)
 
     monkeypatch.setattr(owner, method, planted)
+    if method == "export":  # which threads of one process do without
+        locate = BACKEND.locate
+
+        def elsewhere(self: Any) -> None:
+            locate(self)
+            self.place = replace(self.place, pid=1000 + current_rank())
+
+        monkeypatch.setattr(BACKEND, "locate", elsewhere)
 
     @ranks.run
     def build(rank: Rank) -> None:

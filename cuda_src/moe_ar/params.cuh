@@ -31,7 +31,7 @@ struct ControlBlock {
 struct SlabHeader {
   u32 abort[kMaxRanks];  // by writer: 0, or 1 + the rank that the writer blames
 };
-constexpr u64 kSlabHeaderBytes = 4096;  // the rest of it serves the host's probe
+constexpr u64 kSlabHeaderBytes = 4096;  // the rest of it is the hosts'
 
 enum Flag : u32 {
   kScaleIsFloat32 = 1,  // else the scales have type T
