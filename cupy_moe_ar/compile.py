@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,14 @@ __all__ = [
     "CUDA_TARGETS",
     "OPERATIONS",
     "Variant",
+    "cache_folder",
     "compile_all",
     "compile_cpu",
     "compile_cuda",
+    "cxx_version",
     "nvrtc_version",
     "prebuild",
+    "prebuilt_folders",
     "sources",
 ]
 
@@ -163,17 +166,34 @@ def compile_cpu(variant: Variant) -> Path:
 def compile_all(variants: Iterable[Variant], *targets: str) -> dict[tuple[Variant, str], Path]:
     """Compile every variant for every target (`CPU` or an `sm_*`) in parallel threads.
 
+    What is not in the cache is counted: a log record as each is done has `progress`, a pair of
+    numbers.
+
     Raises:
         CompileError: As `compile_cuda` and `compile_cpu`; the first failure in order.
     """
     jobs = [(variant, target) for variant in variants for target in targets]
+    paths = {job: path for job in jobs if (path := _find(_build(*job)))}
+    missing = [job for job in jobs if job not in paths]
+
+    def told(number: int) -> None:
+        if missing:
+            progress = {"progress": (number, len(missing))}
+            _log.info("compiled %d of %d", number, len(missing), extra=progress)
+
+    told(0)
     # NVRTC runs without the GIL and without a lock of its own: threads are enough.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(_find_or_build, _build(*job)) for job in jobs]
+        futures = {pool.submit(_find_or_build, _build(*job)): job for job in missing}
         try:
-            return {job: future.result() for job, future in zip(jobs, futures, strict=True)}
+            for number, future in enumerate(as_completed(futures), 1):
+                if future.exception():
+                    break
+                told(number)
+            paths |= {job: future.result() for future, job in futures.items()}
         finally:
             pool.shutdown(cancel_futures=True)
+    return {job: paths[job] for job in jobs}
 
 
 def prebuild(variants: Iterable[Variant], targets: Iterable[str], folder: Path) -> list[Path]:
@@ -232,7 +252,7 @@ def _cpu_build(variant: Variant | None) -> _Build:
     target = "-".join(filter(None, (CPU, platform.machine(), *sanitize.split(","))))
     if variant is None:
         make = functools.partial(_run_cxx, "cpu/emulator.cpp", flags, ("-c",))
-        return _Build(f"emulator.{target}", ".o", flags, _cxx_version, make)
+        return _Build(f"emulator.{target}", ".o", flags, cxx_version, make)
     flags += _macros(variant)
 
     def link() -> bytes:
@@ -240,24 +260,40 @@ def _cpu_build(variant: Variant | None) -> _Build:
             emulator = _find_or_build(_cpu_build(None))
         return _run_cxx(variant.source, flags, ("-shared", str(emulator)))
 
-    return _Build(f"{variant.kernel_name}.{target}", ".so", flags, _cxx_version, link)
+    return _Build(f"{variant.kernel_name}.{target}", ".so", flags, cxx_version, link)
 
 
 def _macros(variant: Variant) -> tuple[str, ...]:
     return tuple(f"-D{name}={value}" for name, value in variant.defines.items())
 
 
-def _find_or_build(build: _Build) -> Path:
+def prebuilt_folders() -> list[Path]:
+    """Return the folders that `MOE_AR_PREBUILT` names."""
+    return [Path(name) for name in os.environ.get("MOE_AR_PREBUILT", "").split(os.pathsep) if name]
+
+
+def cache_folder() -> Path:
+    """Return the folder that compiled kernels are written to."""
+    return Path(os.environ.get("MOE_AR_CACHE_DIR") or "~/.cache/cupy_moe_ar").expanduser()
+
+
+def _find(build: _Build) -> Path | None:
+    """Return an intact entry of a prebuilt folder or of the cache."""
     name = build.file_name()
-    for folder in filter(None, os.environ.get("MOE_AR_PREBUILT", "").split(os.pathsep)):
-        if _intact(Path(folder) / name):
-            return Path(folder) / name
+    for folder in prebuilt_folders():
+        if _intact(folder / name):
+            return folder / name
         _log.info("%s has no intact %s", folder, name)
-    cache = Path(os.environ.get("MOE_AR_CACHE_DIR") or "~/.cache/cupy_moe_ar").expanduser()
+    path = cache_folder() / build.file_name(build.compiler())
+    return path if _intact(path) else None
+
+
+def _find_or_build(build: _Build) -> Path:
     while True:
-        path = cache / build.file_name(build.compiler())
-        if _intact(path):
-            return path
+        found = _find(build)
+        if found:
+            return found
+        path = cache_folder() / build.file_name(build.compiler())
         _log.info("compiling %s", path)
         data = build.make()
         if build.file_name(build.compiler()) == path.name:  # else a source was edited meanwhile
@@ -344,7 +380,8 @@ def _cxx() -> list[str]:
     )
 
 
-def _cxx_version() -> str:
+def cxx_version() -> str:
+    """Return the C++ compiler's command and version; a CompileError says how to install one."""
     command = [*_cxx(), "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"{shlex.join(command)}: {done.stdout}"
@@ -354,7 +391,7 @@ def _run_cxx(source: str, flags: tuple[str, ...], more: tuple[str, ...]) -> byte
     root = sources()
     includes = (f"-I{root / 'cpu'}", f"-I{root}")  # cpu first: its <moe_ar/ptx.cuh> is the one
     # Without GNU's unique symbols no two libraries of a process share an emulator's state.
-    unique = () if "clang" in _cxx_version() else ("-fno-gnu-unique",)
+    unique = () if "clang" in cxx_version() else ("-fno-gnu-unique",)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         inputs = ("-x", "c++", str(root / source), "-x", "none", *more)

@@ -1,10 +1,11 @@
-"""Help for tests and scripts: ranks in threads, and ranks in processes that may be killed."""
+"""Help for tests and scripts: ranks in threads or in processes that may be killed; arrays."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import sys
 import time
@@ -13,9 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .group import ThreadGroup, run_threads
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Outcome", "WorkerGroup", "run_ranks", "spawn_ranks"]
+from .cuda_backend import device_count
+from .errors import UnsupportedError
+from .group import Group, ThreadGroup, run_threads
+
+__all__ = ["Device", "Outcome", "WorkerGroup", "choose_backend", "run_ranks", "spawn_ranks"]
 
 _T = TypeVar("_T")
 _COLLECTIVE_S = 60.0  # that a collective of worker processes waits for a living member
@@ -39,6 +45,71 @@ def run_ranks(world_size: int, body: Callable[[ThreadGroup], _T]) -> list[_T]:
         [[0, 1], [0, 1]]
     """
     return run_threads(world_size, body)
+
+
+def choose_backend(group: Group, backend: str | None = None) -> str:
+    """Return the backend that a workspace of these ranks would take, by its rules; collective.
+
+    Args:
+        group: The ranks.
+        backend: "cuda", "cpu", "auto", or None: what `MOE_AR_BACKEND` says, else "auto".
+    """
+    named = backend or os.environ.get("MOE_AR_BACKEND") or "auto"
+    if named != "auto":
+        return named
+    try:
+        usable = device_count() > 0
+    except UnsupportedError:
+        usable = False
+    return "cuda" if all(group.allgather(usable)) else "cpu"
+
+
+class Device:
+    """Arrays where a workspace has its own, and a stream there.
+
+    Attributes:
+        device: CUDA ordinal, or -1.
+        stream: CuPy stream of its own, which does not wait for the legacy default stream; None on
+            the CPU.
+    """
+
+    def __init__(self, device: int) -> None:
+        """Make the device, and a stream on it, those of the calling thread.
+
+        Args:
+            device: `Workspace.device`.
+        """
+        self.device = device
+        self.stream: Any = None
+        if self.on_gpu:
+            import cupy
+
+            cupy.cuda.Device(device).use()
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+            self.stream.use()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a GPU."""
+        return self.device >= 0
+
+    def put(self, array: NDArray[Any]) -> Any:
+        """Copy to the device; bfloat16 goes as uint16, for CuPys that do not know it."""
+        if not self.on_gpu:
+            return array.copy()
+        import cupy
+
+        return cupy.asarray(array.view(np.uint16) if array.dtype.name == "bfloat16" else array)
+
+    def get(self, array: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Copy to the host what `put`, or something with as many bytes an element, has made."""
+        host: NDArray[Any] = array.get() if self.on_gpu else array.copy()
+        return host.view(dtype)
+
+    def synchronize(self) -> None:
+        """Wait for the own stream."""
+        if self.stream is not None:
+            self.stream.synchronize()
 
 
 @dataclass(frozen=True)

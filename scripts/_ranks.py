@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import hashlib
-import io
 import os
 import statistics
 import sys
@@ -14,29 +11,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import ml_dtypes
 import numpy as np
 
-from cupy_moe_ar import UnsupportedError, Workspace
-from cupy_moe_ar.cuda_backend import device_count
+from cupy_moe_ar import Workspace
 from cupy_moe_ar.group import Group, as_group
 from cupy_moe_ar.launch import device_limits
-from cupy_moe_ar.testing import run_ranks
+from cupy_moe_ar.terminal import parse, positive, progress
+from cupy_moe_ar.testing import Device, choose_backend, run_ranks
 
 __all__ = ["Rank", "choose_backend", "parse", "positive", "start", "table"]
 
 GRAPH_LAUNCHES = 20
 WARM_UPS = 3
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-
-
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line; of all processes that mpirun started, only the first complains."""
-    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
-    if rank == "0":
-        return parser.parse_args()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return parser.parse_args()
 
 
 def start(body: Callable[[Group], int], in_process: int | None) -> NoReturn:
@@ -48,6 +34,11 @@ def start(body: Callable[[Group], int], in_process: int | None) -> NoReturn:
         body: Gets the rank's group.
         in_process: Number of ranks, each a thread; None takes those of MPI's world.
     """
+    with progress():
+        _start(body, in_process)
+
+
+def _start(body: Callable[[Group], int], in_process: int | None) -> NoReturn:
     if in_process is None:
         sys.exit(_run_mpi(body))
     if in_process > 8:  # else two streams may share a queue, where one's kernel blocks the other's
@@ -83,75 +74,35 @@ def _report(rank: object) -> None:
     print(f"[rank {rank}] {traceback.format_exc()}", end="", file=sys.stderr, flush=True)
 
 
-def choose_backend(group: Group) -> str:
-    """Return what `MOE_AR_BACKEND` says, else "cuda" where every rank sees a GPU, else "cpu"."""
-    if os.environ.get("MOE_AR_BACKEND"):
-        return os.environ["MOE_AR_BACKEND"]
-    try:
-        usable = device_count() > 0
-    except UnsupportedError:
-        usable = False
-    return "cuda" if all(group.allgather(usable)) else "cpu"
-
-
-class Rank:
+class Rank(Device):
     """The device, stream and arrays of one rank.
 
     Attributes:
         group: All ranks.
         index: The own one.
         size: Their number.
-        device: CUDA ordinal, or -1.
-        stream: CuPy stream of its own, which does not wait for the legacy default stream; None on
-            the CPU.
         device_name: For people.
     """
 
     def __init__(self, group: Group, workspace: Workspace) -> None:
         """Make the workspace's device, and a stream, those of the calling thread."""
+        super().__init__(workspace.device)
         self.group = group
         self.index = group.Get_rank()
         self.size = group.Get_size()
-        self.device = workspace.device
-        self.stream: Any = None
         self.device_name = "CPU emulator"
         if self.on_gpu:
             import cupy
 
             self._cupy = cupy
-            cupy.cuda.Device(self.device).use()
-            self.stream = cupy.cuda.Stream(non_blocking=True)
-            self.stream.use()
             limits = device_limits(self.device)
             self.device_name = f"{limits.name} ({limits.pci_bus_id})"
             self._events = cupy.cuda.Event(), cupy.cuda.Event()
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether there is a device."""
-        return self.device >= 0
 
     def say(self, text: str = "") -> None:
         """Print on rank 0."""
         if self.index == 0:
             print(text, flush=True)
-
-    def put(self, array: np.ndarray[Any, Any]) -> Any:
-        """Copy to the device; bfloat16 goes as uint16, for CuPys that do not know it."""
-        if not self.on_gpu:
-            return array.copy()
-        bits = array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
-        return self._cupy.asarray(bits)
-
-    def get(self, array: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """Copy to the host what `put`, or something with as many bytes an element, has made."""
-        host: np.ndarray[Any, Any] = self._cupy.asnumpy(array) if self.on_gpu else array.copy()
-        return host.view(dtype)
-
-    def synchronize(self) -> None:
-        """Wait for the own stream."""
-        if self.stream is not None:
-            self.stream.synchronize()
 
     def meet(self) -> None:
         """Wait for the own stream, then for the other ranks.
@@ -222,14 +173,6 @@ class Rank:
             samples += [self._wall_us(call) for _ in range(batch)]
             self.synchronize()
         return float(max(self.group.allgather(statistics.median(samples))))
-
-
-def positive(text: str) -> int:
-    """Parse a positive integer of the command line."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be positive; got {value}")
-    return value
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
