@@ -25,7 +25,7 @@ from .plan import KernelLimits, LaunchShape, RowPlan, crossover_bytes, plan_rows
 from .sharing import why_slow
 from .types import DType
 
-__all__ = ["Workspace"]
+__all__ = ["Workspace", "travels_as"]
 
 _CLOSE_S = 60.0  # that `close` waits for peers
 _CLOSED = "is closed"
@@ -389,7 +389,7 @@ class Workspace:
             if unknown:
                 raise ValueError(f"operations must be among {tuple(OPERATIONS)}; got {unknown}")
             variants = tuple(
-                Variant(name, protocol, activation, _travels_as(protocol, activation, wire),
+                Variant(name, protocol, activation, travels_as(protocol, activation, wire),
                         self.world_size)
                 for name in names for protocol in OPERATIONS[name]
             )  # fmt: skip
@@ -730,7 +730,7 @@ def _oneshot_bytes(
     return min(payload_bytes, max(crossover_bytes(world_size), no_more_memory))
 
 
-def _travels_as(protocol: str, dtype: DType, comm_dtype: DType) -> DType:
+def travels_as(protocol: str, dtype: DType, comm_dtype: DType) -> DType:
     """Return the wire dtype of a protocol: a total that has been rounded needs no more."""
     return dtype if protocol == "allgather" else comm_dtype
 
