@@ -1,9 +1,9 @@
 """Views of arrays of any library: address, shape, strides, element type and device.
 
-`view` reads NumPy, CuPy and PyTorch arrays by their own attributes and everything else through
-`__cuda_array_interface__` or DLPack. It imports no array library but NumPy, copies nothing and
-synchronises nothing. A view borrows: it is a bundle of numbers that is valid while the caller
-keeps the array (or the DLPack capsule) that it was made from.
+`view` reads NumPy, CuPy, PyTorch and JAX arrays by their own attributes and everything else, such
+as Numba's, through `__cuda_array_interface__` or DLPack. It imports no array library but NumPy,
+copies nothing and synchronises nothing. A view borrows: it is a bundle of numbers that is valid
+while the caller keeps the array (or the DLPack capsule) that it was made from.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class ArrayView(NamedTuple):
         strides: Distance between neighbours along each dimension, in bytes; may be 0 or negative.
         dtype: Element type; None where no `DType` names it. FP8 and FP4 are UINT8.
         device: CUDA ordinal, or `CPU`.
-        readonly: Whether the owner forbids writing.
-        source: How it was read: "numpy", "cupy", "torch", "cuda_array_interface" or "dlpack".
+        readonly: Whether the owner forbids writing. JAX arrays always do.
+        source: How it was read: "numpy", "cupy", "torch", "jax", "cuda_array_interface" or
+            "dlpack".
         itemsize: Bytes of one element, also where `dtype` is None.
         dtype_name: Name of the element type in the array's own library, for messages.
     """
@@ -96,9 +97,10 @@ def view(obj: Any, *, dtype: DType | str | None = None) -> ArrayView:
     """Describe an array without copying it or waiting for it.
 
     Args:
-        obj: A NumPy, CuPy or PyTorch array, an object with `__cuda_array_interface__` or
+        obj: A NumPy, CuPy, PyTorch or JAX array, an object with `__cuda_array_interface__` or
             `__dlpack__`, or a DLPack capsule, which stays usable. The memory is borrowed: keep
-            `obj` alive for as long as the view, or a launch that was given it, is in use.
+            `obj` alive for as long as the view, or a launch that was given it, is in use. A JAX
+            array must be ready (`block_until_ready`).
         dtype: What the elements are, where the array's own type is none of `DType`, such as a
             uint16 array that holds bfloat16.
 
@@ -148,7 +150,8 @@ def stream_handle(stream: Any) -> int:
     """Return the `cudaStream_t` of a stream as an integer.
 
     Args:
-        stream: An integer handle, a CuPy or PyTorch stream, or an object with `__cuda_stream__`.
+        stream: An integer handle, a stream of CuPy, PyTorch, Numba or cuda-bindings, or an object
+            with `__cuda_stream__`.
 
     Raises:
         TypeError: It is none of these.
@@ -167,9 +170,13 @@ def stream_handle(stream: Any) -> int:
         handle = stream.cuda_stream
     elif _inherits(type(stream), "cupy", "Stream", "_BaseStream", "ExternalStream"):
         handle = stream.ptr
+    elif _inherits(type(stream), "numba", "Stream") or _inherits(
+        type(stream), "cuda", "CUstream", "cudaStream_t"
+    ):
+        handle = int(stream)
     else:
         raise TypeError(
-            "stream must be a CuPy or PyTorch stream, an object with __cuda_stream__ or an "
+            "stream must be a CuPy, PyTorch or Numba stream, an object with __cuda_stream__ or an "
             f"integer handle; got {_type_name(stream)}"
         )
     if handle < 0:
@@ -223,6 +230,8 @@ def _reader(kind: type) -> Callable[[Any], ArrayView]:
         return _read_cupy
     if _inherits(kind, "torch", "Tensor"):
         return _read_torch
+    if _inherits(kind, "jaxlib", "ArrayImpl"):
+        return _read_jax
     if kind.__name__ == "PyCapsule":
         return _read_capsule
     return _read_interface
@@ -280,6 +289,25 @@ def _read_torch(obj: Any) -> ArrayView:
     return ArrayView(ptr, tuple(obj.shape), strides, dtype, device, False, "torch", itemsize, name)
 
 
+def _read_jax(obj: Any) -> ArrayView:
+    # Not by DLPack: JAX makes stream -1 wait as if it were one, and does not say read-only there.
+    try:
+        (place,) = obj.devices()
+        ptr = obj.unsafe_buffer_pointer()
+        layout = getattr(getattr(obj, "format", None), "layout", None)  # from JAX 0.7 on
+        order = tuple(getattr(layout, "major_to_minor", range(obj.ndim)))
+    except (RuntimeError, ValueError) as error:  # sharded, deleted or donated
+        raise ValueError(f"the JAX array has no buffer on one device: {error}") from error
+    if place.platform not in ("cpu", "gpu", "cuda"):
+        raise ValueError(f"the array is on device {str(place)!r}; CPU and CUDA are supported")
+    if order != tuple(range(obj.ndim)):
+        raise ValueError(f"the JAX array is laid out in the order {order} of its dimensions")
+    dtype, itemsize, name = _element(obj.dtype, obj.dtype.itemsize)
+    device = CPU if place.platform == "cpu" else int(place.local_hardware_id)
+    strides = _c_strides(obj.shape, itemsize)
+    return ArrayView(ptr, obj.shape, strides, dtype, device, True, "jax", itemsize, name)
+
+
 def _read_interface(obj: Any) -> ArrayView:
     found = None
     interface = getattr(obj, "__cuda_array_interface__", None)
@@ -290,8 +318,8 @@ def _read_interface(obj: Any) -> ArrayView:
         return _read_dlpack(obj)
     if found is None:
         raise TypeError(
-            "expected a NumPy, CuPy or PyTorch array, or an object with __cuda_array_interface__ "
-            f"or __dlpack__; got {_type_name(obj)}"
+            "expected a NumPy, CuPy, PyTorch or JAX array, or an object with "
+            f"__cuda_array_interface__ or __dlpack__; got {_type_name(obj)}"
         )
     return found
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import __version__
 from .compile import cache_folder, cxx_version, nvrtc_version, prebuilt_folders, sources
 from .cuda_backend import device_count, place_on
 from .errors import CompileError, MoeArError, UnsupportedError
@@ -98,7 +99,7 @@ def _software(report: Report) -> None:
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    report.fact("package", f"{Path(__file__).parent}, kernels {sources()}")
+    report.fact("package", f"{__version__}, {Path(__file__).parent}, kernels {sources()}")
     report.fact("python", f"{platform.python_version()} ({sys.executable}), {platform.platform()}")
     report.fact("packages", ", ".join(f"{name} {version}" for name, version in versions.items()))
     several = [name for name in _CUPYS if name in versions]

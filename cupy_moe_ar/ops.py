@@ -108,12 +108,13 @@ def moe_finalize_allreduce_fusion(
         trigger_completion_at_end: Let the next kernel start when this one's outputs are written;
             False: as soon as this one runs. Such a kernel must itself wait for this one's end.
         launch_shape: Forces a launch (`plan.launch_shapes`), for measuring; never changes bits.
-        stream: CuPy or PyTorch stream, `__cuda_stream__` object or integer handle. None is the
-            current stream of the library that `allreduce_in` comes from.
+        stream: CuPy, PyTorch or Numba stream, `__cuda_stream__` object or integer handle. None is
+            the current stream of the library that `allreduce_in` comes from, CuPy or PyTorch.
 
-    `token_num` 0 returns at once. Arrays are CuPy, PyTorch or other CUDA arrays (DLPack,
-    `__cuda_array_interface__`) on the workspace's device, C-contiguous, rows on 16-byte
-    boundaries, `hidden_dim * itemsize` a multiple of 16; NumPy arrays on the CPU backend.
+    `token_num` 0 returns at once. Arrays are CuPy, PyTorch or other CUDA arrays (DLPack objects or
+    capsules, `__cuda_array_interface__`; JAX's as inputs only) on the workspace's device,
+    C-contiguous, rows on 16-byte boundaries, `hidden_dim * itemsize` a multiple of 16; NumPy arrays
+    or others of the host on the CPU backend.
 
     Raises:
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.

@@ -22,7 +22,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cupy_moe_ar import ArgumentError, Workspace, allreduce_fusion
 from cupy_moe_ar.arrays import CPU, ArrayView, current_stream, overlap, stream_handle, view
+from cupy_moe_ar.group import ThreadGroup
 from cupy_moe_ar.types import DType
 
 BF16, FP16, FP32, I32, U8 = (
@@ -64,6 +66,24 @@ def cupy_array(
     array.dtype = np.dtype(dtype)
     array.itemsize = array.dtype.itemsize
     array.device = SimpleNamespace(id=device)
+    return array
+
+
+def jax_array(
+    ptr: int,
+    shape: tuple[int, ...],
+    dtype: Any,
+    platform: str = "gpu",
+    ordinal: int = 0,
+    order: tuple[int, ...] | None = None,
+) -> Any:
+    array = library_class("jaxlib._jax", "ArrayImpl")()
+    array.unsafe_buffer_pointer = lambda: ptr
+    array.shape, array.ndim, array.dtype = shape, len(shape), np.dtype(dtype)
+    place = library_class("jaxlib._jax", "Device", platform=platform, local_hardware_id=ordinal)()
+    array.devices = lambda: {place}
+    if order is not None:
+        array.format = SimpleNamespace(layout=SimpleNamespace(major_to_minor=order))
     return array
 
 
@@ -347,6 +367,35 @@ def test_torch_tensor_without_plain_storage() -> None:
     tensor.stride = refuse
     with pytest.raises(ValueError, match="plain strided elements: sparse tensors"):
         view(tensor)
+
+
+# JAX
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(ml_dtypes.bfloat16, BF16), (np.int32, I32), (np.int64, None)]
+)
+def test_jax_array(dtype: Any, expected: DType | None) -> None:
+    array = jax_array(0x7000, (3, 8), dtype, "gpu", 4, (0, 1))
+    # JAX would take stream -1 for one to wait on.
+    type(array).__dlpack__ = lambda self, **_: pytest.fail("was asked")
+    size = np.dtype(dtype).itemsize
+    name = np.dtype(dtype).name
+    assert view(array) == ArrayView(
+        0x7000, (3, 8), (8 * size, size), expected, 4, True, "jax", size, name
+    )
+    assert view(jax_array(64, (2,), dtype, "cpu")).device == CPU
+
+
+def test_jax_arrays_that_are_no_plain_memory() -> None:
+    with pytest.raises(ValueError, match=r"laid out in the order \(1, 0\)"):
+        view(jax_array(64, (3, 8), np.float32, order=(1, 0)))
+    with pytest.raises(ValueError, match="CPU and CUDA are supported"):
+        view(jax_array(64, (3, 8), np.float32, "tpu"))
+    sharded = jax_array(64, (3, 8), np.float32)
+    sharded.devices = lambda: {1, 2}
+    with pytest.raises(ValueError, match="no buffer on one device: too many values"):
+        view(sharded)
 
 
 # __cuda_array_interface__
@@ -701,6 +750,10 @@ def torch_stream(handle: int) -> Any:
     return stream
 
 
+def int_stream(package: str, name: str, handle: int) -> Any:
+    return library_class(package, name, __int__=lambda self: handle)()
+
+
 @pytest.mark.parametrize(
     ("stream", "handle"),
     [
@@ -713,6 +766,9 @@ def torch_stream(handle: int) -> Any:
         (SimpleNamespace(__cuda_stream__=lambda: (0, 0x1110)), 0x1110),
         (SimpleNamespace(__cuda_stream__=(0, 0x2220)), 0x2220),
         (SimpleNamespace(__cuda_stream__=lambda: (0, 5), cuda_stream=6), 5),
+        (int_stream("numba.cuda.cudadrv.driver", "Stream", 0x3330), 0x3330),
+        (int_stream("cuda.bindings.driver", "CUstream", 0x4440), 0x4440),
+        (int_stream("cuda.bindings.runtime", "cudaStream_t", 0x5550), 0x5550),
     ],
 )
 def test_stream_handle(stream: Any, handle: int) -> None:
@@ -721,7 +777,10 @@ def test_stream_handle(stream: Any, handle: int) -> None:
     assert type(found) is int
 
 
-@pytest.mark.parametrize("stream", [None, True, "0", 1.0, SimpleNamespace(ptr=5), object()])
+@pytest.mark.parametrize(
+    "stream",
+    [None, True, "0", 1.0, SimpleNamespace(ptr=5), object(), int_stream("my", "Stream", 5)],
+)
 def test_what_is_no_stream_is_a_type_error(stream: Any) -> None:
     with pytest.raises(TypeError, match=rf"stream must be .* got .*{type(stream).__name__}$"):
         stream_handle(stream)
@@ -748,7 +807,8 @@ def test_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert current_stream(on_cupy) == 103
     assert current_stream(on_torch) == 201
     assert current_stream(torch_tensor(64, (2,), (1,), "float32", 4, "cpu", None)) is None
-    for other in (np.zeros(2), cuda_object(), Capsule(device=(2, 0)).capsule, None):
+    on_jax = jax_array(64, (2,), np.float32)
+    for other in (np.zeros(2), cuda_object(), Capsule(device=(2, 0)).capsule, on_jax, None):
         assert current_stream(other) is None
     monkeypatch.delitem(sys.modules, "cupy")
     monkeypatch.delitem(sys.modules, "torch")
@@ -780,7 +840,182 @@ def test_view_is_fast() -> None:
         assert seconds < 10e-6, name
 
 
+# In and out of an operation
+
+
+def alone(dtype: str = "bfloat16", backend: str = "cpu", **options: Any) -> Workspace:
+    """A workspace of one rank: sums are copies, and arrays go through all the same."""
+    (group,) = ThreadGroup.create(1)
+    return Workspace(group, max_token_num=4, hidden_dim=64, dtype=dtype, backend=backend,
+                     operations=["allreduce"], **options)  # fmt: skip
+
+
+def inputs() -> dict[str, Any]:
+    rng = np.random.default_rng(7)
+    dtype = ml_dtypes.bfloat16
+    return {
+        "allreduce_in": rng.standard_normal((4, 64)).astype(dtype),
+        "residual_in": rng.standard_normal((4, 64)).astype(dtype),
+        "rms_gamma": rng.standard_normal(64).astype(np.float32),
+    }
+
+
+def outputs() -> dict[str, Any]:
+    names = ("allreduce_out", "residual_out", "norm_out")
+    return {name: np.zeros((4, 64), ml_dtypes.bfloat16) for name in names}
+
+
+def plain() -> dict[str, bytes]:
+    """What NumPy arrays give."""
+    arrays = outputs()
+    with alone() as workspace:
+        allreduce_fusion(workspace=workspace, **inputs(), **arrays)
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+def capsule_of(
+    array: Any, version: Any, *, flags: int = 0, kind: int = 4, device: tuple[int, int] = (1, 0)
+) -> Any:
+    """A capsule of an array; its 16-bit elements are said to be of a kind."""
+    dtype = (kind, 16, 1) if array.dtype.itemsize == 2 else (2, 32, 1)
+    data = address(array) if device[0] == 1 else array.data.ptr
+    made = Capsule(
+        array.shape, None, dtype=dtype, device=device, data=data, version=version, flags=flags
+    )
+    return made.capsule
+
+
+@KINDS
+@pytest.mark.parametrize("wrapped", [False, True], ids=["capsule", "exporter"])
+def test_an_operation_on_capsules(version: Any, wrapped: bool) -> None:
+    host = inputs() | outputs()
+    given = {name: capsule_of(array, version) for name, array in host.items()}
+    if wrapped:
+        given = {
+            name: SimpleNamespace(
+                __dlpack__=lambda capsule=capsule, **_: capsule, __dlpack_device__=lambda: (1, 0)
+            )
+            for name, capsule in given.items()
+        }
+    with alone() as workspace:
+        for _ in range(2):  # the second call is remembered
+            allreduce_fusion(workspace=workspace, **given)
+    assert {name: host[name].tobytes() for name in outputs()} == plain()
+
+
+def test_what_must_not_be_written_is_no_output() -> None:
+    host = inputs() | outputs()
+    norm = host.pop("norm_out")
+    with alone() as workspace:
+        for output in (
+            capsule_of(norm, (1, 0), flags=1),
+            jax_array(address(norm), norm.shape, norm.dtype, "cpu"),
+        ):
+            with pytest.raises(ArgumentError, match="norm_out must be writable; got a read-only"):
+                allreduce_fusion(workspace=workspace, **host, norm_out=output)
+
+
+def test_untyped_capsules_are_taken_for_the_activations() -> None:
+    host, uint = inputs() | outputs(), 1
+    given = {name: capsule_of(array, (1, 0), kind=uint) for name, array in host.items()}
+    with alone() as workspace:
+        allreduce_fusion(workspace=workspace, **given, dtype="bfloat16")
+    assert {name: host[name].tobytes() for name in outputs()} == plain()
+
+
 # The real libraries
+
+
+def to_torch(array: Any, device: str) -> Any:
+    torch = pytest.importorskip("torch")
+    if array.dtype.itemsize == 4:
+        return torch.from_numpy(array).to(device)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+
+
+def bytes_of_torch(tensor: Any) -> bytes:
+    found: bytes = tensor.view(pytest.importorskip("torch").int16).cpu().numpy().tobytes()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_operation_on_torch_tensors_on_the_cpu() -> None:
+    given = {name: to_torch(x, "cpu") for name, x in (inputs() | outputs()).items()}
+    with alone() as workspace:
+        allreduce_fusion(workspace=workspace, **given)
+    assert {name: bytes_of_torch(given[name]) for name in outputs()} == plain()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_operation_on_jax_arrays_on_the_cpu() -> None:
+    jax = pytest.importorskip("jax")
+    cpu = jax.devices("cpu")[0]
+    given = {name: jax.block_until_ready(jax.device_put(x, cpu)) for name, x in inputs().items()}
+    assert view(given["allreduce_in"]) == ArrayView(
+        given["allreduce_in"].unsafe_buffer_pointer(), (4, 64), (128, 2), BF16, CPU, True, "jax",
+        2, "bfloat16",
+    )  # fmt: skip
+    written = outputs()
+    with alone() as workspace:
+        allreduce_fusion(workspace=workspace, **given, **written)
+        with pytest.raises(ArgumentError, match="norm_out must be writable"):
+            allreduce_fusion(workspace=workspace, **given, norm_out=given["residual_in"])
+    assert {name: written[name].tobytes() for name in outputs()} == plain()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", ["cupy", "torch", "numba", "jax", "capsule", "versioned"])
+def test_an_operation_on_arrays_of(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of a library go in and, but for JAX's, out; its own stream where it has one."""
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    host = inputs() | outputs()
+    stream: Any = cupy.cuda.Stream(non_blocking=True)
+    with cupy.cuda.Device(0), alone(backend="cuda", device=0) as workspace:
+        on_gpu = {name: cupy.asarray(array) for name, array in host.items()}
+        cupy.cuda.Device(0).synchronize()
+        given: dict[str, Any] = dict(on_gpu)
+        if library == "torch":
+            torch = pytest.importorskip("torch")
+            if not torch.cuda.is_available():
+                pytest.skip("this PyTorch has no CUDA")
+            given = {name: to_torch(array, "cuda:0") for name, array in host.items()}
+            stream = torch.cuda.Stream(0)
+        elif library == "numba":
+            cuda = pytest.importorskip("numba.cuda")
+            if not cuda.is_available():
+                pytest.skip("this Numba has no CUDA")
+            given = {
+                name: cuda.to_device(x.view(np.uint16) if x.dtype.itemsize == 2 else x)
+                for name, x in host.items()
+            }
+            stream = cuda.stream()
+        elif library == "jax":
+            jax = pytest.importorskip("jax")
+            try:
+                place = jax.devices("gpu")[0]
+            except RuntimeError as error:
+                pytest.skip(f"this JAX has no GPU: {error}")
+            given |= {name: jax.device_put(host[name], place) for name in inputs()}
+            jax.block_until_ready([given[name] for name in inputs()])
+        elif library != "cupy":
+            version = (1, 0) if library == "versioned" else None
+            given = {
+                name: capsule_of(array, version, device=(2, 0)) for name, array in on_gpu.items()
+            }
+        cupy.cuda.Device(0).synchronize()
+        allreduce_fusion(workspace=workspace, **given, stream=stream)
+        cupy.cuda.Device(0).synchronize()
+        found = {}
+        for name in outputs():
+            if library == "torch":
+                found[name] = bytes_of_torch(given[name])
+            elif library == "numba":
+                found[name] = given[name].copy_to_host().tobytes()
+            else:
+                found[name] = on_gpu[name].get().tobytes()
+    assert found == plain()
 
 
 @pytest.mark.gpu
