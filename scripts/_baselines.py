@@ -26,7 +26,7 @@ from cupy_moe_ar.group import staged
 from cupy_moe_ar.launch import Kernel, KernelLaunch, device_limits, load
 from cupy_moe_ar.symmetric import CudaSlab, SymmetricMemory
 
-__all__ = ["Floors", "Kernels", "NcclBaseline", "compile_baseline"]
+__all__ = ["Floors", "Kernels", "NcclBaseline", "compile_baseline", "connect_nccl"]
 
 SOURCE = Path(__file__).with_name("baseline.cu")
 KERNELS = ("empty", "exchange", "store", "finalize", "residual_norm")
@@ -291,6 +291,34 @@ def ar_fusion_us(
     return rank.time_us(enqueue)
 
 
+def connect_nccl(rank: Rank, dtype: DType) -> tuple[Any, int, int]:
+    """Return CuPy's NCCL communicator, and NCCL's numbers for a type and for a sum; collective.
+
+    Raises:
+        RuntimeError: NCCL cannot be used here; the same on every rank.
+    """
+    from cupy.cuda import nccl
+
+    told = rank.group.allgather((nccl.available, device_limits(rank.device).uuid, os.getpid()))
+    available, devices, processes = (set(column) for column in zip(*told, strict=True))
+    if available != {True}:
+        raise RuntimeError("NCCL is not installed (pip install nvidia-nccl-cu12)")
+    if len(devices) < rank.size or len(processes) < rank.size:
+        raise RuntimeError("NCCL needs a GPU and a process for each rank")
+    unique = rank.group.bcast(nccl.get_unique_id() if rank.index == 0 else None)
+    communicator = staged(
+        rank.group,
+        "setting up NCCL",
+        lambda: nccl.NcclCommunicator(rank.size, unique, rank.index),
+    )
+    types = {
+        DType.BFLOAT16: nccl.NCCL_BFLOAT16,
+        DType.FLOAT16: nccl.NCCL_FLOAT16,
+        DType.FLOAT32: nccl.NCCL_FLOAT32,
+    }
+    return communicator, types[dtype], nccl.NCCL_SUM
+
+
 class NcclBaseline:
     """A finalize kernel, NCCL's all-reduce, a residual + RMSNorm kernel."""
 
@@ -302,28 +330,7 @@ class NcclBaseline:
         """
         self._rank = rank
         self._kernels = loaded
-        self._dtype = dtype
-        from cupy.cuda import nccl
-
-        told = rank.group.allgather((nccl.available, loaded.limits.uuid, os.getpid()))
-        available, devices, processes = (set(column) for column in zip(*told, strict=True))
-        if available != {True}:
-            raise RuntimeError("NCCL is not installed (pip install nvidia-nccl-cu12)")
-        if len(devices) < rank.size or len(processes) < rank.size:
-            raise RuntimeError("NCCL needs a GPU and a process for each rank")
-
-        unique = rank.group.bcast(nccl.get_unique_id() if rank.index == 0 else None)
-        self._nccl = staged(
-            rank.group,
-            "setting up NCCL",
-            lambda: nccl.NcclCommunicator(rank.size, unique, rank.index),
-        )
-        self._sum = nccl.NCCL_SUM
-        self._type = {
-            DType.BFLOAT16: nccl.NCCL_BFLOAT16,
-            DType.FLOAT16: nccl.NCCL_FLOAT16,
-            DType.FLOAT32: nccl.NCCL_FLOAT32,
-        }[dtype]
+        self._nccl, self._type, self._sum = connect_nccl(rank, dtype)
 
     def time_us(
         self, case: Case, inputs: dict[str, Any], residual_out: Any, norm_out: Any
