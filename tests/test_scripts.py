@@ -30,6 +30,7 @@ import _plot  # noqa: E402
 import _workload  # noqa: E402
 import bench  # noqa: E402
 import demo  # noqa: E402
+import moe_layer  # noqa: E402
 
 BF16 = DType.BFLOAT16
 SMALL = ("--hidden", "512", "--tokens", "1", "3")
@@ -175,6 +176,72 @@ def test_demo_sees_what_is_wrong(
         monkeypatch.setattr(demo.Rank, "same_bits", same_bits)
     options = demo.arguments().parse_args(SMALL)
     assert run_ranks(2, lambda group: demo.demo(group, options)) == [1, 1]
+    assert "NOT all held" in capsys.readouterr().out
+
+
+# ---- MoE layer -----------------------------------------------------------------------------------
+
+
+def test_moe_layer_in_process() -> None:
+    done = run(sys.executable, SCRIPTS / "moe_layer.py", "--in-process", 2)
+    assert "all held" in done.stdout
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_moe_layer_under_mpirun(dtype: str) -> None:
+    words = ("--tokens", 3, "--hidden", 128, "--dtype", dtype)
+    done = run(*mpirun(3), sys.executable, SCRIPTS / "moe_layer.py", *words)
+    assert done.stdout.count("all held") == 1
+    assert "rank 2 of 3" in done.stdout
+
+
+def layer_options(*words: str) -> argparse.Namespace:
+    options = moe_layer.arguments().parse_args(["--hidden", "64", "--tokens", "2", *words])
+    options.intermediate = 32
+    return options
+
+
+def test_moe_layer_is_the_layer() -> None:
+    """Permutation, routes and slices: against every expert applied to every token, in float64."""
+    options = layer_options("--experts", "5", "--top-k", "3")
+    rank = argparse.Namespace(size=2, index=1)
+    layer = moe_layer.Layer(rank, np, options)
+    x = np.random.default_rng(0).standard_normal((7, 64), np.float32)
+    given = layer(x)
+    told = reference.moe_finalize(
+        given["allreduce_in"],
+        given["expanded_idx_to_permuted_idx"],
+        given["expert_scale_factor"],
+    )
+    logits = (x @ layer.router).astype(np.float64)
+    kept = logits >= np.sort(logits, axis=1)[:, [-3]]
+    weights = np.where(kept, np.exp(logits), 0)
+    weights /= weights.sum(axis=1, keepdims=True)
+    expected = sum(weights[:, [e]] * expert(np, x) for e, expert in enumerate(layer.experts))
+    np.testing.assert_allclose(told, expected, atol=2e-3)
+    assert sorted(given["expanded_idx_to_permuted_idx"].ravel()) == list(range(21))
+
+
+@pytest.mark.parametrize("wrong", ["factor", "ranks"])
+def test_moe_layer_sees_what_is_wrong(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = moe_layer.moe_finalize_allreduce_fusion
+
+    def twice(**arguments: Any) -> None:
+        right(**arguments | {"routed_scaling_factor": 5.0})
+
+    def same_bits(rank: Any, *arrays: Any) -> bool:
+        rank.group.barrier()
+        return rank.index > 0
+
+    if wrong == "factor":
+        monkeypatch.setattr(moe_layer, "moe_finalize_allreduce_fusion", twice)
+    else:
+        monkeypatch.setattr(moe_layer.Rank, "same_bits", same_bits)
+    options = layer_options()
+    assert run_ranks(2, lambda group: moe_layer.moe_layer(group, options)) == [1, 1]
     assert "NOT all held" in capsys.readouterr().out
 
 
