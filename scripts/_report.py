@@ -14,13 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from _checkout import IS_CHECKOUT, ROOT
 from _ranks import Rank, table
 
+from cupy_moe_ar import __version__
 from cupy_moe_ar.launch import driver_version
 
 __all__ = ["Log", "Row", "line", "shape_table"]
 
-ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
 
 
@@ -75,6 +76,8 @@ class Log:
 
 
 def _commit() -> str:
+    if not IS_CHECKOUT:
+        return f"wheel {__version__}"
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"],
