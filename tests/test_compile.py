@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from cupy_moe_ar.errors import CompileError
 from cupy_moe_ar.types import DType
 
 ARCH = "sm_90a"
+CROSS = "aarch64-linux-gnu-g++"
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 REPOSITORY = Path(compile_module.__file__).parents[1]
 
@@ -318,6 +320,20 @@ def test_prebuilt_comes_first_and_needs_no_compiler(
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CompileError, match="NVRTC"):
         compile_cuda(variant(), ARCH)
+
+
+@pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"no {CROSS}")
+@pytest.mark.parametrize(("operation", "protocol"), [("moe_finalize", "oneshot"),
+                                                     ("allreduce", "twoshot")])  # fmt: skip
+def test_kernels_compile_for_aarch64(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, operation: str, protocol: str
+):
+    monkeypatch.setenv("CXX", CROSS)
+    monkeypatch.setattr(compile_module.platform, "machine", lambda: "aarch64")
+    library = compile_cpu(Variant(operation, protocol, BF16, BF16, 2))
+    assert "cpu-aarch64" in library.name
+    aarch64 = 183
+    assert int.from_bytes(library.read_bytes()[18:20], "little") == aarch64
 
 
 @pytest.mark.parametrize("sanitize", ["thread", "address", "address,undefined"])

@@ -31,6 +31,8 @@ BUILDS = {
     "address": ("-fsanitize=address",),
     "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=all"),
 }
+CROSS = "aarch64-linux-gnu-g++"
+QEMU = ("qemu-aarch64-static", "qemu-aarch64")
 WRONG, DEADLOCK, WATCHDOG, MISUSE = 1, 11, 12, 13  # exit statuses of self_test
 TSAN_REPORT, ASAN_REPORT = 66, 1
 
@@ -355,3 +357,21 @@ def test_reciprocal_square_root(convert):
     assert np.all(np.abs(got - exact) <= np.spacing(exact.astype(np.float32)))
     special = convert(5, np.float32([0.0, -0.0, np.inf, -1.0, np.nan]), 5).view(np.float32)
     np.testing.assert_array_equal(special, np.float32([np.inf, -np.inf, 0, np.nan, np.nan]))
+
+
+@pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"no {CROSS}")
+def test_aarch64(tmp_path: Path) -> None:
+    command = [CROSS, *FLAGS, *INCLUDES, "-x", "c++", *(str(ROOT / source) for source in SOURCES)]
+    program = tmp_path / "self_test"
+    done = subprocess.run([*command, "-o", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    aarch64 = 183
+    assert int.from_bytes(program.read_bytes()[18:20], "little") == aarch64
+    qemu = next(filter(None, map(shutil.which, QEMU)), None)
+    if qemu is None:
+        pytest.skip(f"compiled, but there is no {QEMU[0]} to run it")
+    libraries = {"QEMU_LD_PREFIX": "/usr/aarch64-linux-gnu", **os.environ}
+    for seed in ("0", "7"):
+        command = [qemu, str(program), "clean", seed]
+        done = subprocess.run(command, env=libraries, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
