@@ -120,6 +120,25 @@ def moe_finalize_allreduce_fusion(
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
         WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
+
+    Example:
+        Two ranks, threads of this process, on the CPU backend. Rank 0 has one of the token's two
+        routes, rank 1 has both.
+
+        >>> import ml_dtypes, numpy as np
+        >>> from cupy_moe_ar.testing import run_ranks
+        >>> def body(group):
+        ...     rank = group.Get_rank()
+        ...     rows = np.full((1, 8), 1 + rank, ml_dtypes.bfloat16)
+        ...     index = np.array([[0, rank - 1]], np.int32)
+        ...     total, norm = np.empty_like(rows), np.empty_like(rows)
+        ...     with Workspace(group, max_token_num=4, hidden_dim=8, backend="cpu") as workspace:
+        ...         moe_finalize_allreduce_fusion(
+        ...             rows, workspace, expanded_idx_to_permuted_idx=index,
+        ...             rms_gamma=np.ones(8, np.float32), allreduce_out=total, norm_out=norm)
+        ...     return float(total[0, 0]), float(norm[0, 0])
+        >>> run_ranks(2, body)  # 1 on rank 0, 2 + 2 on rank 1
+        [(5.0, 1.0), (5.0, 1.0)]
     """
     _launch(
         "moe_finalize_allreduce_fusion",
@@ -206,6 +225,18 @@ def allreduce_fusion(
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
         WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
+
+    Example:
+        >>> import ml_dtypes, numpy as np
+        >>> from cupy_moe_ar.testing import run_ranks
+        >>> def body(group):
+        ...     part = np.full((3, 8), 1 + group.Get_rank(), ml_dtypes.bfloat16)
+        ...     residual = np.full_like(part, 0.5)
+        ...     with Workspace(group, max_token_num=4, hidden_dim=8, backend="cpu") as workspace:
+        ...         allreduce_fusion(part, workspace, residual_in=residual, residual_out=residual)
+        ...     return float(residual[2, 7])
+        >>> run_ranks(2, body)
+        [3.5, 3.5]
     """
     _launch(
         "allreduce_fusion",
@@ -295,6 +326,22 @@ def moe_reduction_allreduce_fusion(
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
         WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
+
+    Example:
+        >>> import ml_dtypes, numpy as np
+        >>> from cupy_moe_ar.testing import run_ranks
+        >>> def body(group):
+        ...     rank = group.Get_rank()
+        ...     experts = np.full((2, 3, 8), 1 + rank, ml_dtypes.bfloat16)  # two on each rank
+        ...     scale = np.array([[1, 0, 0.5], [0, 1, 0.5]], np.float32)
+        ...     total = np.empty((3, 8), experts.dtype)
+        ...     with Workspace(group, max_token_num=4, hidden_dim=8, backend="cpu") as workspace:
+        ...         moe_reduction_allreduce_fusion(
+        ...             experts, workspace, moe_reduction_scale_input=scale,
+        ...             moe_allreduce_out=total)
+        ...     return total[:, 0].tolist()
+        >>> run_ranks(2, body)
+        [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
     """
     _launch(
         "moe_reduction_allreduce_fusion",
@@ -376,6 +423,22 @@ def moe_finalize_reduce_scatter(
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
         WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
+
+    Example:
+        >>> import ml_dtypes, numpy as np
+        >>> from cupy_moe_ar.testing import run_ranks
+        >>> def body(group):
+        ...     rows = np.full((1, 8), 1 + group.Get_rank(), ml_dtypes.bfloat16)
+        ...     index = np.zeros((3, 1), np.int32)  # every token is routed to that row
+        ...     with Workspace(group, max_token_num=4, hidden_dim=8, backend="cpu") as workspace:
+        ...         own = workspace.share(3)
+        ...         total = np.empty((own.stop - own.start, 8), rows.dtype)
+        ...         moe_finalize_reduce_scatter(
+        ...             rows, workspace, expanded_idx_to_permuted_idx=index,
+        ...             reduce_scatter_out=total)
+        ...     return own, total[:, 0].tolist()
+        >>> run_ranks(2, body)
+        [(slice(0, 2, None), [3.0, 3.0]), (slice(2, 3, None), [3.0])]
     """
     _launch(
         "moe_finalize_reduce_scatter",
@@ -435,6 +498,20 @@ def reduce_scatter(
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
         WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
+
+    Example:
+        As `moe_finalize_reduce_scatter`, whose example has the same outputs.
+
+        >>> import ml_dtypes, numpy as np
+        >>> from cupy_moe_ar.testing import run_ranks
+        >>> def body(group):
+        ...     part = np.full((3, 8), 1 + group.Get_rank(), ml_dtypes.bfloat16)
+        ...     with Workspace(group, max_token_num=4, hidden_dim=8, backend="cpu") as workspace:
+        ...         total = np.empty_like(part[workspace.share(3)])
+        ...         reduce_scatter(part, workspace, reduce_scatter_out=total)
+        ...     return total[:, 0].tolist()
+        >>> run_ranks(2, body)
+        [[3.0, 3.0], [3.0]]
     """
     _launch(
         "reduce_scatter",
@@ -498,6 +575,19 @@ def allgather_residual_rmsnorm(
         ArgumentError: A `ValueError` that names every wrong argument; nothing was launched.
         WorkspaceError: The workspace is closed, unprepared for these dtypes, or on another stream.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
+
+    Example:
+        >>> import ml_dtypes, numpy as np
+        >>> from cupy_moe_ar.testing import run_ranks
+        >>> def body(group):
+        ...     with Workspace(group, max_token_num=4, hidden_dim=8, backend="cpu") as workspace:
+        ...         every = np.arange(3, dtype=np.float32).astype(ml_dtypes.bfloat16)
+        ...         rows = np.repeat(every[workspace.share(3), None], 8, axis=1)
+        ...         gathered = np.empty((3, 8), rows.dtype)
+        ...         allgather_residual_rmsnorm(rows, workspace, allgather_out=gathered)
+        ...     return gathered[:, 0].tolist()
+        >>> run_ranks(2, body)
+        [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
     """
     _launch(
         "allgather_residual_rmsnorm",
@@ -551,14 +641,37 @@ class PlannedCall:
 def plan_moe_finalize_allreduce_fusion(
     allreduce_in: Any, workspace: Workspace, **arguments: Any
 ) -> PlannedCall:
-    """Check and plan a `moe_finalize_allreduce_fusion`, whose arguments it takes."""
+    """Check and plan a `moe_finalize_allreduce_fusion`, whose arguments it takes.
+
+    Raises:
+        ArgumentError: A `ValueError` that names every wrong argument.
+        WorkspaceError: The workspace is closed, or unprepared for these dtypes.
+
+    Example:
+        >>> import ml_dtypes, numpy as np
+        >>> from cupy_moe_ar.testing import run_ranks
+        >>> def body(group):
+        ...     part = np.ones((3, 8), ml_dtypes.bfloat16)
+        ...     total = np.empty_like(part)
+        ...     with Workspace(group, max_token_num=4, hidden_dim=8, backend="cpu") as workspace:
+        ...         planned = plan_allreduce_fusion(part, workspace, allreduce_out=total)
+        ...         for step in range(3):
+        ...             part[:] = step
+        ...             planned.run()
+        ...     return float(total[0, 0])
+        >>> run_ranks(2, body)
+        [4.0, 4.0]
+    """
     first = {"allreduce_in": allreduce_in}
     function = "moe_finalize_allreduce_fusion"
     return _plan(function, describe_moe_finalize, workspace, {**first, **arguments})
 
 
 def plan_allreduce_fusion(allreduce_in: Any, workspace: Workspace, **arguments: Any) -> PlannedCall:
-    """Check and plan an `allreduce_fusion`, whose arguments it takes."""
+    """Check and plan an `allreduce_fusion`, whose arguments it takes.
+
+    Raises and is used as `plan_moe_finalize_allreduce_fusion`.
+    """
     first = {"allreduce_in": allreduce_in}
     return _plan("allreduce_fusion", describe_allreduce, workspace, {**first, **arguments})
 
@@ -566,7 +679,10 @@ def plan_allreduce_fusion(allreduce_in: Any, workspace: Workspace, **arguments: 
 def plan_moe_reduction_allreduce_fusion(
     moe_reduction_active_experts_token_input: Any, workspace: Workspace, **arguments: Any
 ) -> PlannedCall:
-    """Check and plan a `moe_reduction_allreduce_fusion`, whose arguments it takes."""
+    """Check and plan a `moe_reduction_allreduce_fusion`, whose arguments it takes.
+
+    Raises and is used as `plan_moe_finalize_allreduce_fusion`.
+    """
     first = {"moe_reduction_active_experts_token_input": moe_reduction_active_experts_token_input}
     function = "moe_reduction_allreduce_fusion"
     return _plan(function, describe_moe_reduction, workspace, {**first, **arguments})

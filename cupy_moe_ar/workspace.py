@@ -248,6 +248,10 @@ class Workspace:
         Two epochs, each of the larger of what one-shot needs for `max_oneshot_token_num` (a slot
         for each rank and token) and two-shot for `max_token_num` (two slots for each token), a
         header, and rounding to 2 MiB. Exact integer arithmetic: nothing is clamped.
+
+        Example:
+            >>> Workspace.bytes_required(world_size=8, max_token_num=128, hidden_dim=7168) >> 20
+            10
         """
         row_bytes = hidden_dim * comm_dtype_of(DType.parse(dtype), comm_dtype).itemsize
         payload = max_token_num * row_bytes
@@ -340,6 +344,14 @@ class Workspace:
             world_size: Number of ranks.
             devices: CUDA ordinal of each rank; None deals out the visible ones in turn.
             options: As the constructor's.
+
+        Example:
+            >>> ranks = Workspace.init_all(2, max_token_num=4, hidden_dim=8, backend="cpu")
+            >>> [(workspace.rank, workspace.world_size) for workspace in ranks]
+            [(0, 2), (1, 2)]
+            >>> from cupy_moe_ar.testing import run_ranks
+            >>> run_ranks(2, lambda group: ranks[group.Get_rank()].close())  # collective
+            [None, None]
         """
         if devices is not None and len(devices) != world_size:
             raise ArgumentError(
