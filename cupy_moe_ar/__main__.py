@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import re
@@ -97,9 +98,12 @@ def _arch(text: str) -> str:
 
 
 def _info(options: argparse.Namespace) -> int:
+    if launcher_rank():  # rank 0 tells of the machine; the others only join it
+        with contextlib.suppress(UnsupportedError):
+            as_group(None)
+        return 0
     report = gather(probe=not options.no_probe)
-    if not launcher_rank():
-        _say("\n".join(report.lines()))
+    _say("\n".join(report.lines()))
     return 0 if report.backends else 1
 
 

@@ -37,6 +37,11 @@ _PACKAGES = (
 )
 _CUPYS = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _VARIABLES = re.compile(r"MOE_AR_|CXX$|TMPDIR$|CUDA_|OMPI_COMM_WORLD_SIZE$|PMIX?_SIZE$|NVIDIA_VIS")
+_ASK_MPI = """import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(mpi4py.__version__, MPI.Get_library_version().strip("\\0 "), sep="\\n")"""
+_BUS_ID = len("04:00.0")  # nvidia-smi and CUDA write the domain before it differently
 _PROBE_BYTES = 2 << 20
 _PROBE_S = 120.0
 _MOST_RANKS = 8
@@ -114,23 +119,16 @@ def _software(report: Report) -> None:
 
 
 def _mpi(report: Report) -> None:
-    joined = launcher_rank() is not None
     try:
-        import mpi4py
-
-        if not joined:
-            mpi4py.rc.initialize = False  # a look at the version starts nothing
-        from mpi4py import MPI
-
-        library = MPI.Get_library_version().partition("\n")[0].strip("\0 ")
-    except (ImportError, RuntimeError) as error:
+        version, library = _mpi_library()
+    except UnsupportedError as error:
         report.fact("MPI", "not usable")
         report.problem(
             f"mpi4py is not usable: {error}. Remedy: pip install 'cupy_moe_ar[mpi]'; or do without "
             "MPI: check --ranks R, threads (Workspace.init_all), or any group of ranks as comm"
         )
         return
-    report.fact("MPI", f"mpi4py {mpi4py.__version__} on {library}")
+    report.fact("MPI", f"mpi4py {version} on {library}")
     launcher = shutil.which("mpirun", path=str(Path(sys.executable).parent))
     launcher = launcher or shutil.which("mpirun") or shutil.which("mpiexec")
     told = _output([launcher, "--version"]) if launcher else ""
@@ -139,13 +137,23 @@ def _mpi(report: Report) -> None:
         family = _family(told) or "unknown MPI"
         report.fact("mpirun", f"{launcher}, {family}, {lines[0] if lines else told}")
     problem = launcher_problem(library, launcher, told)
-    if joined:
+    if launcher_rank() is not None:
         try:
             report.fact("ranks", as_group(None).Get_size())
         except UnsupportedError as error:
             problem = str(error)
     if problem:
         report.problem(problem)
+
+
+def _mpi_library() -> tuple[str, str]:
+    """Return mpi4py's version and its MPI's name, by a process of its own: nothing is joined."""
+    command = [sys.executable, "-c", _ASK_MPI]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = done.stdout.splitlines()
+    if done.returncode or len(told) < 2:
+        raise UnsupportedError(done.stderr.strip().rpartition("\n")[2] or "its MPI ended Python")
+    return told[0], " ".join(told[1].split())
 
 
 def _family(words: str) -> str | None:
@@ -185,33 +193,27 @@ def launcher_problem(library: str, launcher: str | None, told: str) -> str | Non
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 
-def _devices(report: Report) -> int:
-    """Tell of the visible devices; return how many of them can be used."""
+def _devices(report: Report) -> list[int]:
+    """Tell of the visible devices; return those that can be used."""
     smi = shutil.which("nvidia-smi")
-    query = "--query-gpu=driver_version"
-    version = _output([smi, query, "--format=csv,noheader"]).split() if smi else []
-    with contextlib.suppress(OSError):
-        found = re.search(r"  (\d+[.\d]+)", Path("/proc/driver/nvidia/version").read_text())
-        version = version or ([found[1]] if found else [])
-    if not version:
-        report.fact("driver", "no NVIDIA driver")
-        return 0
-    report.fact("driver", version[0])
+    version = _driver(smi)
     try:
         import cupy
 
         runtime = cupy.cuda.runtime
-        newest = ".".join(map(str, driver_version()))
-        number = runtime.runtimeGetVersion()
-        report.fact("CUDA", f"driver up to {newest}, CuPy {cupy.__version__} built for runtime "
-                            f"{number // 1000}.{number % 1000 // 10}")  # fmt: skip
         count = device_count()
-    except (ImportError, UnsupportedError) as error:
-        report.problem(
-            f"there is an NVIDIA driver, but GPUs cannot be used: {error}. Remedy: pip install "
-            "'cupy_moe_ar[cuda13]' for a driver from 580 on, else 'cupy_moe_ar[cuda12]'"
-        )
-        return 0
+        newest = ".".join(map(str, driver_version()))
+        major, minor = divmod(runtime.runtimeGetVersion() // 10, 100)
+    except Exception as error:  # of any library on the way to the driver
+        report.fact("driver", version or "no NVIDIA driver")
+        if version:
+            report.problem(
+                f"there is an NVIDIA driver, but GPUs cannot be used: {error}. Remedy: pip install "
+                "'cupy_moe_ar[cuda13]' for a driver from 580 on, else 'cupy_moe_ar[cuda12]'"
+            )
+        return []
+    report.fact("driver", version or "of unknown version")
+    report.fact("CUDA", f"driver up to {newest}, CuPy {cupy.__version__} on {major}.{minor}")
     if not count:
         report.problem(
             "no CUDA device is visible. Remedy: see CUDA_VISIBLE_DEVICES; in a container use "
@@ -233,22 +235,31 @@ def _devices(report: Report) -> int:
         )
     if len(places) == count > 1:
         _peers(report, places, runtime, smi)
-    return len(places)
+    return [place.visible.index(place.gpu) for place in places]
+
+
+def _driver(smi: str | None) -> str:
+    """Return the driver's version; "" where neither nvidia-smi nor /proc knows."""
+    query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = re.match(r"\d+[.\d]+", _output(query)) if smi else None
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found = found or re.search(r"(?<=  )\d+[.\d]+", text)
+    return found[0] if found else ""
 
 
 def _peers(report: Report, places: list[Place], runtime: Any, smi: str | None) -> None:
     topology = links(_output([smi, "topo", "-m"])) if smi else {}
     ids = _output([smi, "--query-gpu=index,pci.bus_id", "--format=csv,noheader"]) if smi else ""
-    index = {line.rpartition(":")[0][-5:].lower() + line[-5:].lower(): line.partition(",")[0]
-             for line in ids.splitlines()}  # fmt: skip
+    lines = [line for line in ids.splitlines() if "," in line]
+    index = {line[-_BUS_ID:].lower(): line.partition(",")[0] for line in lines}
     words: dict[tuple[int, int], str] = {}
     for one in range(len(places)):
         for other in range(one + 1, len(places)):
             ways = ((one, other), (other, one))
             access = [bool(runtime.deviceCanAccessPeer(*way)) for way in ways]
-            names = [index.get(places[i].gpu[-10:-5].lower() + places[i].gpu[-5:].lower())
-                     for i in (one, other)]  # fmt: skip
-            link = topology.get((names[0] or "", names[1] or ""), "link unknown")
+            names = [index.get(places[i].gpu[-_BUS_ID:].lower(), "") for i in (one, other)]
+            link = topology.get((names[0], names[1]), "link unknown")
             words[one, other] = f"{link}, {'peer access' if all(access) else 'NO peer access'}"
             if not all(access):
                 report.problem(why_not_shared(places, one, other, peer_access=False))
@@ -282,7 +293,7 @@ def link_words(pairs: Mapping[tuple[int, int], str]) -> dict[str, str]:
 # ---- compilers and folders -----------------------------------------------------------------------
 
 
-def _compilers(report: Report, gpus: int) -> None:
+def _compilers(report: Report, gpus: list[int]) -> None:
     prebuilt = any(folder.is_dir() for folder in prebuilt_folders())
     try:
         nvrtc = nvrtc_version()
@@ -352,10 +363,10 @@ def _output(command: Sequence[str | None]) -> str:
 # ---- shared memory -------------------------------------------------------------------------------
 
 
-def _share(report: Report, gpus: int) -> None:
+def _share(report: Report, gpus: list[int]) -> None:
     """Let processes map, write and read each other's memory, on every GPU or on the CPU."""
-    size = min(max(gpus, 2), _MOST_RANKS)
-    where = {0: "", 1: ", on one GPU"}.get(gpus, ", a GPU each")
+    size = min(max(len(gpus), 2), _MOST_RANKS)
+    where = {0: "", 1: ", on one GPU"}.get(len(gpus), ", a GPU each")
     name = "CUDA IPC" if gpus else "shared memory"
     outcomes = spawn_ranks(size, _map_and_probe, gpus, timeout_s=_PROBE_S)
     told = [x.value or (x.error or "").strip().rpartition("\n")[2] for x in outcomes]
@@ -365,17 +376,17 @@ def _share(report: Report, gpus: int) -> None:
         report.problem(words)
 
 
-def _map_and_probe(group: Group, gpus: int) -> str:
+def _map_and_probe(group: Group, gpus: list[int]) -> str:
     """Share memory with the peers as a workspace does; return what went wrong."""
-    rank = group.Get_rank()
 
     def allocate() -> CudaSlab | HostSlab:
         if not gpus:
             return HostSlab(_PROBE_BYTES, Place.here())
         from cupy.cuda import runtime
 
-        runtime.setDevice(rank % gpus)
-        return CudaSlab(_PROBE_BYTES, rank % gpus, place_on(rank % gpus))
+        device = gpus[group.Get_rank() % len(gpus)]
+        runtime.setDevice(device)
+        return CudaSlab(_PROBE_BYTES, device, place_on(device))
 
     try:
         SymmetricMemory(group, allocate).close(_PROBE_S / 2)

@@ -87,7 +87,7 @@ def check(group: Group, options: Options, say: Callable[[str], None]) -> str | N
     backend = choose_backend(group, options.backend)
     on_gpu = backend == "cuda"
     hidden = options.hidden or ((7168, 2880) if on_gpu else (512, 360))
-    tokens = options.tokens or ((1, 3, 128, 200, 2) if on_gpu else (1, 3, 20, 2))
+    tokens = options.tokens or ((1, 3, 140, 2) if on_gpu else (1, 3, 20, 2))
     tell(f"building a workspace of {group.Get_size()} ranks on the {backend} backend")
     try:
         with progress():

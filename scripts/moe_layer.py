@@ -41,7 +41,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 4, 16])
     parser.add_argument("--hidden", type=positive, help="default: 7168 on GPUs, else 512")
-    parser.add_argument("--intermediate", type=positive, help="default: 2048 on GPUs, else 128")
+    parser.add_argument("--intermediate", type=positive, help="default: 512 on GPUs, else 128")
     parser.add_argument("--experts", type=positive, default=16)
     parser.add_argument("--top-k", type=positive, default=8)
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
@@ -131,7 +131,7 @@ class StepByStep:
         self._rank, self._xp, self._dtype = rank, xp, reference.numpy_dtype(dtype)
         self._nccl: Any = None
         self.how = "NumPy over the host"
-        if rank.on_gpu:
+        if xp is not np:
             try:
                 self._nccl, self._type, self._sum = connect_nccl(rank, dtype)
                 self.how = "NCCL"
@@ -157,7 +157,7 @@ class StepByStep:
             self._nccl.allReduce(partial.data.ptr, total.data.ptr, partial.size, self._type,
                                  self._sum, rank.stream.ptr)  # fmt: skip
             return total
-        host = partial.get() if rank.on_gpu else partial
+        host = to_host(partial)
         parts = rank.group.allgather(host.astype(np.float32))
         return self._xp.asarray(np.sum(parts, axis=0).astype(host.dtype))
 
@@ -171,7 +171,7 @@ def moe_layer(group: Group, options: argparse.Namespace) -> int:
     """Run one rank; return its exit status, which is the same on all."""
     backend = choose_backend(group)
     options.hidden = options.hidden or (7168 if backend == "cuda" else 512)
-    options.intermediate = options.intermediate or (2048 if backend == "cuda" else 128)
+    options.intermediate = options.intermediate or (512 if backend == "cuda" else 128)
     if options.top_k > options.experts:
         raise ValueError(f"--top-k must be at most --experts; got {options.top_k}")
     dtype = DType.parse(options.dtype)
@@ -185,11 +185,13 @@ def moe_layer(group: Group, options: argparse.Namespace) -> int:
         timeout_s=60.0,
     ) as workspace:
         rank = Rank(group, workspace)
-        xp = _library(rank)
+        xp, why = array_library(rank)
         layer = Layer(rank, xp, options)
         unfused = StepByStep(rank, xp, dtype)
         for index, device in enumerate(group.allgather(rank.device_name)):
             rank.say(f"rank {index} of {rank.size}: {device}")
+        if why:
+            rank.say(f"NumPy on the host does all but the fused end, since CuPy cannot: {why}")
         rank.say(
             f"hidden {options.hidden}, intermediate {options.intermediate}, top-{options.top_k} of "
             f"{options.experts} experts and a shared one, {dtype.value}; step by step sums by "
@@ -212,12 +214,25 @@ HEAD = ("tokens", "step by step us", "fused us", "fused, graph us", "max |differ
         "mean |error| step by step", "fused", "rounding floor", "ranks equal", "held")  # fmt: skip
 
 
-def _library(rank: Rank) -> Any:
+def array_library(rank: Rank) -> tuple[Any, str]:
+    """Return CuPy on GPUs where it can multiply, else NumPy and the reason; the same on all."""
     if not rank.on_gpu:
-        return np
+        return np, ""
     import cupy
 
-    return cupy
+    why = ""
+    try:
+        ones = cupy.ones((8, 8), np.float32)
+        cupy.exp(ones @ ones).get()
+    except Exception as error:  # of cuBLAS, of NVRTC, of missing headers
+        why = str(error).partition("\n")[0] or type(error).__name__
+    reasons = [told for told in rank.group.allgather(why) if told]
+    return (np, reasons[0]) if reasons else (cupy, "")
+
+
+def to_host(array: Any) -> Any:
+    """Return an array of NumPy's."""
+    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def _compare(
@@ -230,14 +245,18 @@ def _compare(
     x = xp.asarray(rng.standard_normal((tokens, layer.router.shape[0]), np.float32))
     residual_in = xp.asarray(4 * rng.standard_normal(x.shape, np.float32)).astype(T)
     given = layer(x)
-    residual_out, norm_out = xp.empty_like(residual_in), xp.empty_like(residual_in)
+    inputs = {
+        name: rank.put(array) if isinstance(array, np.ndarray) else array
+        for name, array in {**given, "residual_in": residual_in}.items()
+    }
+    poison = np.full(x.shape, np.nan, T)
+    residual_out, norm_out = rank.put(poison), rank.put(poison)
 
     def fused() -> None:
         moe_finalize_allreduce_fusion(
             workspace=workspace,
-            **given,
+            **inputs,
             routed_scaling_factor=FACTOR,
-            residual_in=residual_in,
             rms_eps=EPS,
             residual_out=residual_out,
             norm_out=norm_out,
@@ -253,7 +272,7 @@ def _compare(
     rank.meet()
     found = {"residual_out": residual_out, "norm_out": norm_out}
     host = {name: rank.get(array, T) for name, array in found.items()}
-    host_steps = {name: rank.get(array, T) for name, array in steps.items()}
+    host_steps = {name: to_host(array) for name, array in steps.items()}
     equal = rank.same_bits(*host.values())
     exact = _exact(rank, given, residual_in, dtype)
     errors, their_errors = reference.errors(host, exact), reference.errors(host_steps, exact)
@@ -281,7 +300,7 @@ def _compare(
 
 def _exact(rank: Rank, given: Arrays, residual_in: Any, dtype: DType) -> reference.Result:
     """Return the end of the layer in float64."""
-    host = {name: array.get() if rank.on_gpu else array for name, array in given.items()}
+    host = {name: to_host(array) for name, array in given.items()}
     partial = reference.moe_finalize(
         host["allreduce_in"],
         host["expanded_idx_to_permuted_idx"],
@@ -292,7 +311,7 @@ def _exact(rank: Rank, given: Arrays, residual_in: Any, dtype: DType) -> referen
     return reference.finish(
         rank.group.allgather(partial),
         dtype=dtype,
-        residual_in=residual_in.get() if rank.on_gpu else residual_in,
+        residual_in=to_host(residual_in),
         rms_gamma=host["rms_gamma"],
         rms_eps=EPS,
         exact=True,

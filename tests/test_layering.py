@@ -27,7 +27,7 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py
 RESERVED: dict[str, set[str]] = {
     "cupy": {"launch", "symmetric", "cuda_backend", "testing", "info"},
     "cuda": {"compile", "launch", "symmetric"},
-    "mpi4py": {"group", "info"},
+    "mpi4py": {"group"},
     "torch": set(),
 }
 KERNELS = sorted([*sources().glob("*.cu"), *sources().glob("moe_ar/*.cuh")])

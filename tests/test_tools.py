@@ -128,7 +128,7 @@ class Machine:
         smi.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
         runtime = SimpleNamespace(
-            runtimeGetVersion=lambda: 13000, deviceCanAccessPeer=lambda one, other: self.access
+            runtimeGetVersion=lambda: 13020, deviceCanAccessPeer=lambda one, other: self.access
         )
         cupy = SimpleNamespace(__version__="14.2", cuda=SimpleNamespace(runtime=runtime))
         monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -168,7 +168,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 def test_info_of_a_sound_machine(machine: Machine) -> None:
     facts, problems, backends = machine.report()
     assert facts["driver"] == "580.1.2"
-    assert facts["CUDA"] == "driver up to 13.0, CuPy 14.2 built for runtime 13.0"
+    assert facts["CUDA"] == "driver up to 13.0, CuPy 14.2 on 13.2"
     expected = "NVIDIA H200, 0000:05:00.0, sm_90a, 132 SMs, uuid1, CUDA MPS off"
     assert facts["GPU 1"] == expected
     assert facts["links"] == "NV18, peer access: GPU 0 and 1"
@@ -230,6 +230,15 @@ def test_info_without_cupy(machine: Machine) -> None:
     assert backends == ["cpu"]
 
 
+def test_info_where_nothing_knows_the_drivers_version(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info, "_driver", lambda smi: "")
+    facts, problems, backends = machine.report()
+    assert facts["driver"] == "of unknown version"
+    assert (problems, backends) == ([], ["cuda", "cpu"])
+
+
 def test_info_of_hidden_gpus(machine: Machine) -> None:
     machine.says("device_count", lambda: 0)
     _, problems, _ = machine.report()
@@ -239,8 +248,8 @@ def test_info_of_hidden_gpus(machine: Machine) -> None:
 def test_info_without_anything(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("mpi4py", "mpi4py.MPI", "cupy"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(info, "_ASK_MPI", "import no_such_mpi")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("MOE_AR_CACHE_DIR", "/proc/self/moe_ar")
@@ -248,7 +257,7 @@ def test_info_without_anything(
     monkeypatch.setattr(info, "Path", lambda name: Path("/none" if "nvidia" in str(name) else name))
     assert tools.main(["info", "--no-probe"]) == 1
     told = capsys.readouterr().out
-    assert "mpi4py is not usable" in told
+    assert "mpi4py is not usable: ModuleNotFoundError: No module named 'no_such_mpi'" in told
     assert "no C++ compiler" in told
     assert "which holds no kernels. Remedy: fill it with python -m cupy_moe_ar precompile" in told
     assert "usable backends: none; " in told
@@ -261,7 +270,7 @@ def test_memory_that_cannot_be_shared_is_told_with_the_remedy(
     outcomes = [Outcome(words, None, 0), Outcome(None, "Traceback\nOSError: no", 1)]
     monkeypatch.setattr(info, "spawn_ranks", lambda *_, **__: outcomes)
     report = info.Report()
-    info._share(report, 2)
+    info._share(report, [0, 1])
     assert report.facts == [("CUDA IPC", "does NOT work between 2 processes, a GPU each")]
     assert report.problems == [words, "OSError: no"]
 
