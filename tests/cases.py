@@ -19,9 +19,13 @@ import ctypes
 import functools
 import hashlib
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -102,6 +106,20 @@ each_protocol = pytest.mark.parametrize("oneshot", [True, False], ids=["oneshot"
 def current_rank() -> int:
     """Rank of the calling thread, for what a test plants into the package."""
     return _here.rank
+
+
+def mpirun(ranks: int) -> list[str]:
+    """The words that start ranks on the CPU, for tests of programs; demo.sh does it on GPUs."""
+    if os.environ.get("MOE_AR_BACKEND") == "cuda" or shutil.which("nvidia-smi"):
+        pytest.skip("on GPUs scripts/demo.sh covers it")
+    pytest.importorskip("mpi4py")
+    launcher = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    launcher = launcher or shutil.which("mpirun")
+    if launcher is None:
+        pytest.skip("there is no mpirun")
+    told = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
+    more = ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in told.stdout else []
+    return [launcher, *more, "-n", str(ranks)]
 
 
 class Rank:

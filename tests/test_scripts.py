@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import mpirun
 
 from cupy_moe_ar import DType, reference
 from cupy_moe_ar.testing import run_ranks
@@ -53,20 +53,6 @@ def run(*command: object, status: int = 0, **env: str) -> subprocess.CompletedPr
     )
     assert (done.returncode == 0) == (status == 0), done.stdout + done.stderr
     return done
-
-
-def mpirun(ranks: int) -> list[str]:
-    """Return the words that start ranks on the CPU; demo.sh does it on GPUs."""
-    if os.environ.get("MOE_AR_BACKEND") == "cuda" or shutil.which("nvidia-smi"):
-        pytest.skip("on GPUs scripts/demo.sh covers it")
-    pytest.importorskip("mpi4py")
-    launcher = shutil.which("mpirun", path=str(Path(sys.executable).parent))
-    launcher = launcher or shutil.which("mpirun")
-    if launcher is None:
-        pytest.skip("there is no mpirun")
-    told = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False)
-    more = ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in told.stdout else []
-    return [launcher, *more, "-n", str(ranks)]
 
 
 def case(tokens: int = 64, top_k: int = 8, dtype: DType = BF16, **model: Any) -> _workload.Case:

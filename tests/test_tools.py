@@ -7,12 +7,13 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases import mpirun
 
 from cupy_moe_ar import __main__ as tools
 from cupy_moe_ar import compile as compiling
@@ -29,17 +30,17 @@ ROOT = Path(__file__).parent.parent
 BF16 = DType.BFLOAT16
 
 
-def run(*words: object, status: int = 0, **env: str) -> str:
+def run(*words: object, status: int = 0, launcher: Sequence[str] = (), **env: str) -> str:
     """Run a tool as a user does; return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "cupy_moe_ar", *map(str, words)],
+        [*launcher, sys.executable, "-m", "cupy_moe_ar", *map(str, words)],
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
         text=True,
         timeout=150,
         check=False,
     )
-    assert done.returncode == status, done.stdout + done.stderr
+    assert (done.returncode == 0) == (status == 0), done.stdout + done.stderr
     return done.stdout
 
 
@@ -290,6 +291,43 @@ def test_check_of_wider_wires_and_more_ranks() -> None:
     words = ("--tokens", 1, 5, "--hidden", 136, "--dtype", "bfloat16/float32")
     told = run("check", "--ranks", 3, *words, MOE_AR_BACKEND="cpu")
     assert told.splitlines()[-1].endswith("on 3 ranks, bfloat16/float32")
+
+
+def test_check_under_mpirun() -> None:
+    told = run("check", launcher=mpirun(2), MOE_AR_BACKEND="cpu")
+    assert told.splitlines()[-1] == "PASS: 9 operations and protocols on 2 ranks, bfloat16"
+    assert told.count("PASS") == told.count("rank 1: ") == 1
+
+
+def test_info_under_mpirun() -> None:
+    told = run("info", "--no-probe", launcher=mpirun(2))
+    assert told.count("usable backends") == 1
+    assert "\nranks         2\n" in told
+
+
+BROKEN = """
+import sys
+from cupy_moe_ar import __main__ as tools
+def check(group, options, say):
+    if group.Get_rank() == 1:
+        raise ValueError("on purpose")
+    group.barrier()
+tools.check = check
+sys.exit(tools.main(["check"]))
+"""
+
+
+def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    command = [*mpirun(2), sys.executable, str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode != 0
+    assert "FAILED: rank 1: ValueError: on purpose" in done.stdout
+    assert "PASS" not in done.stdout
 
 
 def test_check_without_a_compiler_fails_with_the_remedy(tmp_path: Path) -> None:
