@@ -960,7 +960,18 @@ def test_an_operation_on_jax_arrays_on_the_cpu() -> None:
         allreduce_fusion(workspace=workspace, **given, **written)
         with pytest.raises(ArgumentError, match="norm_out must be writable"):
             allreduce_fusion(workspace=workspace, **given, norm_out=given["residual_in"])
-    assert {name: written[name].tobytes() for name in outputs()} == plain()
+    expected = plain()
+    assert {name: written[name].tobytes() for name in outputs()} == expected
+    assert bytes_by_jax(written["norm_out"]) == expected["norm_out"]
+
+
+def bytes_by_jax(array: Any) -> bytes:
+    """What JAX makes of an output, as docs/arrays.md says."""
+    jax = pytest.importorskip("jax")
+    bits = jax.dlpack.from_dlpack(array.view(np.uint16))
+    result = jax.block_until_ready(jax.lax.bitcast_convert_type(bits, "bfloat16"))
+    assert result.dtype == ml_dtypes.bfloat16
+    return np.asarray(result).tobytes()
 
 
 @pytest.mark.gpu
@@ -1015,6 +1026,8 @@ def test_an_operation_on_arrays_of(library: str, monkeypatch: pytest.MonkeyPatch
                 found[name] = given[name].copy_to_host().tobytes()
             else:
                 found[name] = on_gpu[name].get().tobytes()
+        if library == "jax":
+            assert bytes_by_jax(on_gpu["norm_out"]) == found["norm_out"]
     assert found == plain()
 
 
