@@ -119,8 +119,9 @@ class Workspace:
             dtype: bfloat16, float16 or float32: the activations.
             comm_dtype: What travels: None (the activation dtype) or float32.
             max_oneshot_token_num: Most tokens of a call that one-shot serves; it takes memory for
-                `world_size` times as many, two-shot for twice as many as it has. None is all of
-                `max_token_num`; 0 is none.
+                `world_size` times as many, two-shot for twice as many as it has. None is what
+                one-shot serves unasked (`plan.crossover_bytes`), or more where that costs no more
+                memory; 0 is none.
             operations: Names of the operations to prepare: `moe_finalize`, `moe_reduction`,
                 `allreduce`, `moe_finalize_reduce_scatter`, `reduce_scatter`, `allgather`; None is
                 all of them. `prepare` adds others.
