@@ -15,8 +15,9 @@ constexpr bool kGathers = kProtocol != Protocol::kReduceScatter;  // totals go t
 // In a half a rank hears from the owner, or as owner, only. So that it still hears from every peer
 // in every launch, which is what two epochs rest on, a rank without tokens greets, or is greeted.
 constexpr bool kGreets = !(kSums && kGathers);
-// Without a gather 72 registers do, and two blocks of 448 threads share an SM.
-constexpr int kRowsThreads = kProducer == Producer::kDense ? 896 : kMaxBlockThreads;
+// Without a gather, and with one peer, 72 registers do, and two blocks of 448 threads share an SM.
+constexpr int kRowsThreads =
+    kProducer == Producer::kDense && kWireVectors == 1 && kWorldSize == 2 ? 896 : kMaxBlockThreads;
 
 // What a cluster works on at a time: row `row` of the owner's share.
 struct Item {
