@@ -223,7 +223,8 @@ def _cpu_build(variant: Variant | None) -> _Build:
     sanitize = os.environ.get("MOE_AR_SANITIZE", "")
     flags = (*_CXX_FLAGS, *_host_flags())
     if sanitize:
-        flags += (f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-g")
+        # -O1 hides fewer faults than -O2; both flags halve the time that it takes.
+        flags += (f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g1")
     target = "-".join(filter(None, (CPU, platform.machine(), *sanitize.split(","))))
     if variant is None:
         make = functools.partial(_run_cxx, "cpu/emulator.cpp", flags, ("-c",))
