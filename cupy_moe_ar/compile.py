@@ -6,7 +6,8 @@ rename, so a corrupt one is a miss too, and any number of processes may share a 
 
 Environment: `MOE_AR_CACHE_DIR` (default `~/.cache/cupy_moe_ar`), `MOE_AR_PREBUILT` (read-only
 folders filled by `prebuild`, searched first, keyed without the compiler's version), `CXX`, and
-`MOE_AR_SANITIZE` (`thread`, `address`, `undefined` or `address,undefined`; CPU builds only).
+`MOE_AR_SANITIZE` (`thread`, `address`, `undefined` or `address,undefined`; CPU builds only), and
+`MOE_AR_DELAYS` (`1`: test builds that heed `Params.delays`).
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class Variant:
             "MOE_AR_COMM_DTYPE": str(_DTYPES[self.comm_dtype]),
             "MOE_AR_WORLD_SIZE": str(self.world_size),
             "MOE_AR_KERNEL_NAME": self.kernel_name,
+            "MOE_AR_DELAYS": "1" if os.environ.get("MOE_AR_DELAYS") == "1" else "0",
         }
 
 
