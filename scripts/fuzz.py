@@ -222,7 +222,7 @@ def no_option(args: Arguments, name: str, call: Call, rng: np.random.Generator) 
 
 def missing(args: Arguments, name: str, call: Call, rng: np.random.Generator) -> Any:
     """No output, or no gamma for the norm."""
-    if "norm_out" in args and rng.random() < 0.5:
+    if {"norm_out", "rms_gamma"} <= args.keys() and rng.random() < 0.5:
         del args["rms_gamma"]
         return ("norm_out needs rms_gamma",)
     for out in call.outputs:

@@ -51,7 +51,7 @@ def _environment(sanitizer: str) -> dict[str, str]:
 
 
 def sanitized_python(
-    sanitizer: str, *arguments: object, timeout: float = 120.0
+    sanitizer: str, *arguments: object, timeout: float = 180.0
 ) -> subprocess.CompletedProcess[str]:
     """Run Python; skip the test where it does not run with this sanitizer."""
     env = _environment(sanitizer)
