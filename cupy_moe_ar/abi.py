@@ -100,7 +100,7 @@ class Params(ctypes.Structure):
         ("inverse_hidden", ctypes.c_float),
         ("flags", ctypes.c_uint32),
         ("cluster_log2", ctypes.c_uint32),
-        ("_reserved", ctypes.c_uint32),
+        ("delays", ctypes.c_uint32),
     )
 
 

@@ -224,8 +224,13 @@ class Checker:
         home = self.home
         row_bytes = self.hidden_dim * self.comm_dtype.itemsize
         sent = self.token_num * row_bytes
-        if use_oneshot not in (None, True, False):
+        try:
+            known = use_oneshot in (None, True, False)
+        except ValueError:  # an array
+            known = False
+        if not known:
             self.fault(f"use_oneshot must be True, False or None; got {use_oneshot!r}")
+            use_oneshot = None
         if use_oneshot is None:
             use_oneshot = choose_oneshot(sent, home.world_size, home.oneshot_bytes)
         capacity = home.oneshot_bytes if use_oneshot else home.payload_bytes
@@ -256,6 +261,9 @@ class Checker:
             result = float(value)
         except (TypeError, ValueError):
             self.fault(f"{name} must be a number; got {value!r}")
+            return math.nan
+        except OverflowError:
+            self.fault(f"{name} must be finite; got an integer beyond float64")
             return math.nan
         if not abs(result) < 2.0**128 - 2.0**103 or (minimum is not None and result < minimum):
             at_least = "" if minimum is None else f" and at least {minimum:g}"

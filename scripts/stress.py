@@ -9,7 +9,9 @@ Payloads are small integers that depend on the launch's number, so that sums are
 word is seen; many are -0.0. On the CPU backend threads run in random order. On GPUs launches are
 queued in bunches, CUDA graphs of 20 launches and of 1 are replayed 50 and 5,000 times, and
 `--repeats` launches (100,000) are drawn from a pool of 64 with different payloads and compared on
-the device with the bits that were found right before, so that the queue never runs dry.
+the device with the bits that were found right before, so that the queue never runs dry. With
+`--delays` the kernels are a test build that waits, on random ranks, before a push, between push and
+poll, before a restore, before the epoch advances and before its end.
 
 With `--kill` that rank kills itself at a random moment. Every other rank must raise in time, name
 it, close, and get right results in a new workspace of those that are left.
@@ -488,6 +490,10 @@ class Stress:
         if isinstance(backend, CpuBackend):
             backend.seed = int(rng.integers(1, 2**31))
             backend.resident_clusters = int(rng.choice([1, 1, 2]))
+        if rng.random() < 0.5:  # points and microseconds; heeded by a test build only
+            workspace._params.delays = int(rng.integers(32)) | int(rng.choice([5, 20, 200])) << 8
+        else:
+            workspace._params.delays = 0
 
     def _capture(
         self, rank: Rank, workspace: Workspace, launches: int
@@ -497,7 +503,9 @@ class Stress:
             Trial(rank, workspace, self.options, Spec.draw(self.options, self.sizes, 0, index))
             for index in range(launches)
         ]
-        for trial in trials:  # once before the capture, which also settles the launch shape
+        for index, trial in enumerate(trials):
+            # Once before the capture, which also settles the launch shape, and delays.
+            self._delay(rank, workspace, index)
             trial.load(0)
             trial.launch()
         rank.meet()
@@ -645,6 +653,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="default: a new one; it is printed")
     parser.add_argument("--kill", type=int, metavar="RANK", help="only with --ranks")
     parser.add_argument("--repeats", type=int, default=100_000, help="on GPUs; default: 100,000")
+    parser.add_argument("--delays", action="store_true", help="also inside the kernels")
     parser.add_argument("--operations", nargs="+", choices=FUNCTIONS, default=list(FUNCTIONS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     return parser
@@ -656,6 +665,8 @@ def main() -> None:
     given = parse(parser)
     if given.kill is not None and not 0 <= given.kill < (given.ranks or 0):
         parser.error("--kill must name one of the ranks that --ranks starts")
+    if given.delays:
+        os.environ["MOE_AR_DELAYS"] = "1"  # before anything is compiled, and for spawned ranks
     seconds = given.seconds
     if seconds is None and given.launches is None:
         seconds = 10.0

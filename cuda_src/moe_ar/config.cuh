@@ -14,6 +14,7 @@ constexpr DType kCommDType = static_cast<DType>(MOE_AR_COMM_DTYPE);  // C: what 
 constexpr Producer kProducer = static_cast<Producer>(MOE_AR_PRODUCER);
 constexpr Protocol kProtocol = static_cast<Protocol>(MOE_AR_PROTOCOL);
 constexpr int kWorldSize = MOE_AR_WORLD_SIZE;
+constexpr bool kDelays = MOE_AR_DELAYS;  // a test build, see delay.cuh
 
 constexpr int kMaxRanks = 16;
 constexpr int kMaxBlockThreads = 512;  // 128 registers: the rows of 8 routes are in flight

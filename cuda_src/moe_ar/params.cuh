@@ -65,7 +65,7 @@ struct Params {
   float inverse_hidden;  // 1 / hidden
   u32 flags;
   u32 cluster_log2;  // blocks of a cluster, as a power of 2
-  u32 reserved;
+  u32 delays;        // of test builds, see delay.cuh
 };
 
 }  // namespace moe_ar

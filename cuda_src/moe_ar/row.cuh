@@ -1,6 +1,7 @@
 // How the threads of a cluster share a row.
 #pragma once
 
+#include <moe_ar/delay.cuh>
 #include <moe_ar/epilogue.cuh>
 #include <moe_ar/params.cuh>
 #include <moe_ar/rmsnorm.cuh>
@@ -52,5 +53,6 @@ __device__ __forceinline__ float sum_of_squares(RowReduction& reduction,
   MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(suffix), threads, moe_ar::Params, params) { \
     if (params.flags & moe_ar::kWarmUp) return;                                  \
     run(params, moe_ar::Placement(params));                                      \
+    moe_ar::delay(params, moe_ar::Point::kEnd);                                  \
     moe_ar::ptx::pdl_trigger();                                                  \
   }

@@ -4,6 +4,7 @@
 #define MOE_AR_DTYPE 2
 #define MOE_AR_COMM_DTYPE 2
 #define MOE_AR_WORLD_SIZE 1
+#define MOE_AR_DELAYS 0
 #include <moe_ar/rmsnorm.cuh>
 
 #include "kernels.h"
