@@ -6,12 +6,13 @@
 
 Shapes, operations, dtypes, options and launch shapes are random, and ranks come late at random.
 Payloads are small integers that depend on the launch's number, so that sums are exact and a stale
-word is seen; many are -0.0. On the CPU backend threads run in random order. On GPUs launches are
-queued in bunches, CUDA graphs of 20 launches and of 1 are replayed 50 and 5,000 times, and
-`--repeats` launches (100,000) are drawn from a pool of 64 with different payloads and compared on
-the device with the bits that were found right before, so that the queue never runs dry. With
-`--delays` the kernels are a test build that waits, on random ranks, before a push, between push and
-poll, before a restore, before the epoch advances and before its end.
+word is seen; many are -0.0. Launches are queued in bunches. On the CPU backend threads run in
+random order, and programmatic launches overlap. On GPUs CUDA graphs of 20 launches and of 1 are
+replayed 50 and 5,000 times, and `--repeats` launches (100,000) are drawn from a pool of 64 with
+different payloads and compared on the device with the bits that were found right before, so that
+the queue never runs dry. With `--delays` the kernels are a test build that waits, on random ranks,
+before a push, between push and poll, before a restore, before the epoch advances and before its
+end.
 
 With `--kill` that rank kills itself at a random moment. Every other rank must raise in time, name
 it, close, and get right results in a new workspace of those that are left.
@@ -360,6 +361,7 @@ class Comparison:
             if self._rank.on_gpu:
                 self._kernel(right, poison, launch, out, self._count, size=out.size)
             else:
+                trial.workspace._backend.synchronize()
                 self._count[launch] += np.count_nonzero(out != right)
                 out[...] = poison
 
@@ -451,7 +453,7 @@ class Stress:
         if options.launches is not None:
             count = min(count, options.launches - self.number)
         while count > 0:
-            bunch = min(count, 1 + self.number % 8 if rank.on_gpu else 1)
+            bunch = min(count, 1 + self.number % 8)
             numbers = range(self.number, self.number + bunch)
             trials = [
                 Trial(rank, workspace, options, Spec.draw(options, self.sizes, number))
@@ -464,7 +466,7 @@ class Stress:
                 for trial in trials:
                     self._delay(rank, workspace, trial.number)
                     trial.launch()
-                rank.synchronize()
+                workspace._backend.synchronize()
                 workspace.check()
             except PeerTimeoutError as error:
                 self.timed_out = str(error)
@@ -490,6 +492,7 @@ class Stress:
         if isinstance(backend, CpuBackend):
             backend.seed = int(rng.integers(1, 2**31))
             backend.resident_clusters = int(rng.choice([1, 1, 2]))
+            backend.overlap = bool(rng.random() < 0.7)
         if rng.random() < 0.5:  # points and microseconds; heeded by a test build only
             workspace._params.delays = int(rng.integers(32)) | int(rng.choice([5, 20, 200])) << 8
         else:
@@ -525,7 +528,7 @@ class Stress:
             trial.load(number)
         self._delay(rank, workspace, self.number)
         graph.launch(rank.stream)
-        rank.synchronize()
+        workspace._backend.synchronize()
         try:
             workspace.check()
         except PeerTimeoutError as error:

@@ -9,10 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import BF16, Rank, Ranks, backend, check, dense_case, each_protocol, each_world, finalize
+from cases import (
+    BF16,
+    Rank,
+    Ranks,
+    backend,
+    check,
+    check_bits,
+    dense_case,
+    each_protocol,
+    each_world,
+    finalize,
+)
 from test_compile import ARCH, needs_nvrtc
 
-from cupy_moe_ar import Workspace
+from cupy_moe_ar import Workspace, plan_allreduce_fusion
 from cupy_moe_ar import compile as compiling
 from cupy_moe_ar.compile import Variant
 
@@ -44,6 +55,37 @@ def test_a_rank_waits_where_it_is_told(
         assert min(seconds(0) for _ in range(3)) < WAIT_S
         # The calls end with a meeting, so the other rank's takes as long.
         assert seconds(POINTS[point] | int(WAIT_S * 1e6) << 8 if late else 0) >= WAIT_S
+
+
+@pytest.mark.skipif(backend() != "cpu", reason="about the emulator")
+@each_world(2)
+def test_programmatic_launches_overlap(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call returns once its launch has triggered, which the next cannot before this one's end."""
+    monkeypatch.setenv("MOE_AR_DELAYS", "1")
+    case = dense_case(ranks.size, 1, 64)
+
+    @ranks.with_workspace(case)
+    def body(rank: Rank, workspace: Workspace) -> None:
+        given = {name: rank.put(x).array for name, x in case.arrays(rank.rank).items()}
+        out = rank.put(case.rows[0] * 0)
+        workspace._backend.overlap = True
+        workspace._params.delays = POINTS["end"] | int(WAIT_S * 1e6) << 8
+        planned = plan_allreduce_fusion(
+            workspace=workspace,
+            **given,
+            residual_out=out.array,
+            launch_with_pdl=True,
+            trigger_completion_at_end=False,
+        )
+        rank.meet()
+        begin = time.monotonic()
+        planned.run()
+        assert time.monotonic() - begin < WAIT_S
+        planned.run()
+        assert WAIT_S <= time.monotonic() - begin < 2 * WAIT_S
+        workspace._backend.synchronize()
+        assert time.monotonic() - begin >= 2 * WAIT_S
+        check_bits(out.read(), case.float32.residual_out, "residual_out")
 
 
 @needs_nvrtc

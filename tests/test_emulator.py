@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cupy_moe_ar.cpu_backend import _LaunchConfig
+
 ROOT = Path(__file__).parents[1]
 SOURCES = (
     "cuda_src/cpu/emulator.cpp",
@@ -255,17 +257,6 @@ def test_address_sanitizer_reports_overruns(built, planted, words):
     assert f"AddressSanitizer: {words}" in done.stderr
 
 
-class LaunchConfig(ctypes.Structure):
-    _fields_ = (
-        ("grid_blocks", ctypes.c_uint32),
-        ("block_threads", ctypes.c_uint32),
-        ("cluster_blocks", ctypes.c_uint32),
-        ("resident_clusters", ctypes.c_uint32),
-        ("seed", ctypes.c_uint64),
-        ("watchdog_seconds", ctypes.c_double),
-    )
-
-
 class ConvertParams(ctypes.Structure):
     _fields_ = (
         ("input", ctypes.c_void_p),
@@ -285,7 +276,7 @@ def convert(built):
         array = np.ascontiguousarray(array)
         output = np.empty(count, np.uint32)
         params = ConvertParams(array.ctypes.data, output.ctypes.data, count, what)
-        config = LaunchConfig(4, 128, 1, 0, 0, 10.0)
+        config = _LaunchConfig(4, 128, 1, 0, 0, 10.0)
         status = library.moe_ar_emulator_launch(
             library.convert, ctypes.byref(params), ctypes.byref(config)
         )

@@ -76,6 +76,7 @@ struct Block : Meeting {
 
 struct alignas(64) Fiber : Thread {
   At at;
+  bool triggered;
   bool arrived;                 // at the cluster's meeting, and did not wait yet
   u32 meetings;                 // of the cluster that it knows to have ended
   const TxBarrier* tx_barrier;  // that it waits for
@@ -104,6 +105,7 @@ struct Runtime {
   void (*kernel)(const void*);
   const void* params;
   u32 cluster_fibers;
+  u64 untriggered;  // threads that have neither triggered nor returned
   Context os_thread;
   Cluster* finished;  // its last thread has just returned
   int status;
@@ -201,6 +203,13 @@ UNSEEN void pass_core(Runtime& rt) {
   }
 }
 
+UNSEEN void trigger(Runtime& rt, Fiber& fiber) {
+  if (fiber.triggered) return;
+  fiber.triggered = true;
+  if (--rt.untriggered != 0 || rt.config.order == nullptr) return;
+  __atomic_store_n(&rt.config.order->triggered, rt.config.number + 1, __ATOMIC_RELEASE);
+}
+
 UNSEEN void fiber_main() {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
@@ -212,6 +221,7 @@ UNSEEN void fiber_main() {
                  kStackBytes);
     std::abort();  // its neighbour's stack is gone
   }
+  trigger(rt, fiber);
   fiber.at = At::kReturned;
   ++state.progress;
   --fiber.block->live;
@@ -352,6 +362,7 @@ UNSEEN void start_cluster(Runtime& rt, u32 slot, u32 index) {
     for (u32 t = 0; t < threads; ++t) {
       Fiber& fiber = first_fiber(rt, block)[t];
       static_cast<Thread&>(fiber) = {t, threads, index * blocks + b, rt.config.grid_blocks};
+      fiber.triggered = false;
       fiber.arrived = false;
       fiber.meetings = 0;
       fiber.warp = &rt.warps.data()[(place * threads + t) / kWarp];
@@ -415,6 +426,7 @@ UNSEEN void run(Runtime& rt) {
   rt.os_thread = {};
   TSAN(rt.os_thread.tsan = __tsan_get_current_fiber();)
   rt.finished = nullptr;
+  rt.untriggered = u64{config.grid_blocks} * config.block_threads;
   rt.random = (config.seed + 1) * 0x9e3779b97f4a7c15 | 1;
   rt.spins = 0;
   rt.spin_progress = rt.watch_progress = state.progress;
@@ -479,6 +491,15 @@ UNSEEN void spin_pause() {
   switch_to(rt, pop_runnable(rt));
   fiber.at = At::kRunnable;
 }
+
+UNSEEN void pdl_wait() {
+  const MoeArEmulatorConfig& config = runtime->config;
+  if (config.order == nullptr) return;
+  while (__atomic_load_n(&config.order->ended, __ATOMIC_ACQUIRE) < config.number) spin_pause();
+  TSAN(__tsan_acquire(&config.order->ended);)
+}
+
+UNSEEN void pdl_trigger() { trigger(*runtime, self()); }
 
 UNSEEN void block_sync() {
   Runtime& rt = *runtime;
@@ -622,6 +643,10 @@ int moe_ar_emulator_launch(void (*kernel)(const void*), const void* params,
   std::fesetenv(FE_DFL_ENV);
   run(rt);
   std::fesetenv(&environment);
+  if (config->order != nullptr) {
+    TSAN(__tsan_release(&config->order->ended);)
+    __atomic_store_n(&config->order->ended, config->number + 1, __ATOMIC_RELEASE);
+  }
   return rt.status;
 }
 

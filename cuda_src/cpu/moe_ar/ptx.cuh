@@ -252,10 +252,10 @@ inline void warp_sync() { emulator::warp_sync(); }
 // All 32 lanes take part. Orders no memory.
 inline float shfl_xor_f32(float v, u32 mask) { return emulator::shfl_xor(v, mask); }
 
-// ---- programmatic launch: a launch begins when the one before it is done ------------------------
+// ---- programmatic launch ------------------------------------------------------------------------
 
-inline void pdl_wait() { asm volatile("" ::: "memory"); }
-inline void pdl_trigger() { asm volatile("" ::: "memory"); }
+inline void pdl_wait() { emulator::pdl_wait(); }
+inline void pdl_trigger() { emulator::pdl_trigger(); }
 
 // ---- arithmetic and conversion; round to nearest even, no flush to zero -------------------------
 
