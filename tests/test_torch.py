@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -347,3 +350,22 @@ def test_objects_travel_over_gloo_whatever_the_backend(tmp_path: Path) -> None:
 def test_group_needs_torch_distributed() -> None:
     with pytest.raises(UnsupportedError, match="call init_process_group first"):
         TorchGroup()
+
+
+# ---- the script ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(backend() == "cuda", reason="this is the CPU's share of it")
+def test_moe_layer() -> None:
+    script = Path(__file__).parent.parent / "scripts" / "torch_moe_layer.py"
+    sizes = {"--hidden": 64, "--experts": 4, "--intermediate": 32, "--layers": 2, "--ranks": 2}
+    words = [str(word) for pair in sizes.items() for word in pair]
+    command = [sys.executable, str(script), *words, "--tokens", "1", "3", "--modes", "eager"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout
+    assert re.search(r"^ +1 .* yes +yes\n +3 .* yes +yes$", told, re.MULTILINE), told
+    apart = re.findall(r"^ +eager +[13] .* (\S+)$", told, re.MULTILINE)
+    assert len(apart) == 2
+    assert max(map(float, apart)) < 0.05
+    assert told.endswith("\nall held\n")
