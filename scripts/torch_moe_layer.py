@@ -236,16 +236,19 @@ class Clock:
         return float(max(self.group.allgather(value)))
 
 
-def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Capture `run`, which has run before, on the current stream."""
+def captured(run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    """Capture `run`, which has run before, on the current stream.
+
+    Returns:
+        What replays it, and what it returned: tensors that each replay writes.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(
         graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
     ):
-        run()
-    replay: Callable[[], object] = graph.replay
-    return replay
+        results = run()
+    return graph.replay, results
 
 
 # ---- what is shown -------------------------------------------------------------------------------
@@ -304,12 +307,13 @@ class Show:
                 times, results = [], []
                 for name in self.ends:
                     layers = self.compiled if "compile" in mode else self.forward
-                    run: Callable[[], object] = self.step(layers[name], tokens)
-                    results.append(run())
+                    run: Callable[[], Any] = self.step(layers[name], tokens)
+                    result = run()
                     if "graph" in mode:
                         run()
-                        run = captured(run)
+                        run, result = captured(run)
                     times.append(self.clock.us(run, 50 if "graph" in mode else 10))
+                    results.append([x.clone() for x in result])
                 plain, own = times
                 cells = (mode, str(tokens), f"{plain:.1f}", f"{own:.1f}", f"{1 - own / plain:.0%}",
                          f"{_distance(*results):.1e}")  # fmt: skip
@@ -348,8 +352,10 @@ class Show:
             for _ in range(END_CALLS):
                 end(*given)
 
-        enqueue = captured(run) if self.clock.on_gpu else run
-        return self.clock.us(enqueue, 50 if self.clock.on_gpu else 1) / END_CALLS
+        if not self.clock.on_gpu:
+            return self.clock.us(run, 1) / END_CALLS
+        replay, _ = captured(run)
+        return self.clock.us(replay, 50) / END_CALLS
 
     def _exact(self, partial: Partial, residual: Any) -> Any:
         routed = partial.rows[partial.index.long()].double() * partial.scale[..., None].double()
