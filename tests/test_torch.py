@@ -321,6 +321,7 @@ def work(group: WorkerGroup, folder: str) -> str:
     return "missed"
 
 
+@pytest.mark.skipif(backend() == "cuda", reason="its workspace is on the CPU")
 def test_torch_group(tmp_path: Path) -> None:
     outcomes = spawn_ranks(3, work, str(tmp_path), timeout_s=120)
     errors = [outcome.error for outcome in outcomes if outcome.error]
