@@ -20,6 +20,7 @@ waits, any `hidden_dim` of whole 16 bytes):
 from __future__ import annotations
 
 import enum
+import math
 import os
 from typing import Any
 
@@ -163,7 +164,11 @@ class AllReduceFusionWorkspace:
         self.workspace.checkpoint_restore(comm_backend)
 
     def destroy(self) -> None:
-        """Close the workspace; collective, and nothing when called again."""
+        """Close the workspace; collective, and nothing when called again.
+
+        It waits a minute at most for ranks that do not come, if the ranks are a process group or an
+        mpi4py communicator; another `comm_backend` as long as its `barrier` does.
+        """
         if not self._destroyed:
             self._destroyed = True
             unregister(self.handle).close()
@@ -393,7 +398,8 @@ def allreduce_fusion(
         use_oneshot: True or False: one-shot or two-shot; None: the faster. Never changes bits.
         fp32_acc: No difference: sums are always FP32.
         moe_reduction_device_num_experts: Active experts of this rank.
-        moe_reduction_scale_input: float32 `[num_experts, token_num]`, or flat.
+        moe_reduction_scale_input: float32 `[num_experts, token_num]`, or flat; the order in which
+            upstream's kernels read it, too.
         moe_reduction_active_experts_token_input: T `[num_experts, token_num, hidden_dim]`, or flat
             in this order.
         moe_reduction_token_input: T `[token_num, hidden_dim]`: this rank's partial of the shared
@@ -453,7 +459,6 @@ def allreduce_fusion(
     if chosen == _Pattern.kMoEReductionARResidualRMSNorm:
         tokens, hidden = residual_in.shape[0], residual_in.shape[-1]
         _reduce_experts(
-            function,
             handle,
             (moe_reduction_device_num_experts, tokens, hidden),
             moe_reduction_active_experts_token_input,
@@ -549,17 +554,17 @@ def trtllm_allreduce_fusion(
         )
     shape = (token_num, hidden_dim)
     allreduce_fusion(
-        _shaped(function, "allreduce_in", allreduce_in, shape),
+        _unflattened(allreduce_in, shape),
         workspace,
         pattern,
         launch_with_pdl,
         trigger_completion_at_end,
-        _shaped(function, "allreduce_out", allreduce_out, shape),
-        _shaped(function, "residual_out", residual_out, shape),
-        _shaped(function, "norm_out", norm_out, shape),
+        _unflattened(allreduce_out, shape),
+        _unflattened(residual_out, shape),
+        _unflattened(norm_out, shape),
         quant_out,
         scale_out,
-        _shaped(function, "residual_in", residual_in, shape),
+        _unflattened(residual_in, shape),
         rms_gamma,
         1e-6 if rms_eps is None else rms_eps,
         use_oneshot=use_oneshot,
@@ -640,12 +645,11 @@ def trtllm_moe_allreduce_fusion(
         "norm_out": norm_out,
     }
     _reduce_experts(
-        function,
         workspace.handle,
         (moe_reduction_device_num_experts, *shape),
         moe_reduction_active_experts_token_input,
         moe_reduction_scale_input,
-        **{name: _shaped(function, name, tensor, shape) for name, tensor in rows.items()},
+        **{name: _unflattened(tensor, shape) for name, tensor in rows.items()},
         rms_gamma=rms_gamma,
         rms_eps=rms_eps,
         weight_bias=weight_bias or 0.0,
@@ -779,34 +783,23 @@ def _check_backend(function: str, name: str, backend: str) -> None:
         raise ArgumentError(function, [f"{name} must be 'trtllm' or 'cake'; got {backend!r}"])
 
 
-def _shaped(function: str, name: str, tensor: Any, shape: tuple[int, ...]) -> Any:
-    """View a tensor, which may be flat, in a shape."""
-    if tensor is None or tensor.shape == shape:
+def _unflattened(tensor: Any, shape: tuple[int, ...]) -> Any:
+    """View rows that are flat, wholly or but for the last dimension, in their shape.
+
+    Any other shape is left to the operation's own check: it is never guessed.
+    """
+    if tensor is None or not tensor.is_contiguous():
         return tensor
-    try:
-        return tensor.view(shape)
-    except RuntimeError:
-        raise ArgumentError(
-            function,
-            [
-                f"{name} must be contiguous and have the elements of {shape}; got shape "
-                f"{tuple(tensor.shape)} and strides {tensor.stride()}"
-            ],
-        ) from None
+    flat = ((math.prod(shape),), (math.prod(shape[:-1]), shape[-1]))
+    return tensor.view(shape) if tuple(tensor.shape) in flat else tensor
 
 
 def _reduce_experts(
-    function: str,
-    handle: int,
-    shape: tuple[Any, ...],
-    experts: Any,
-    scale: Any,
-    **arguments: Any,
+    handle: int, shape: tuple[Any, ...], experts: Any, scale: Any, **arguments: Any
 ) -> None:
-    name = "moe_reduction_active_experts_token_input"
     _OPERATORS.moe_reduction_allreduce_fusion_out(
-        _shaped(function, name, experts, shape),
+        _unflattened(experts, shape),
         handle,
-        moe_reduction_scale_input=_shaped(function, "moe_reduction_scale_input", scale, shape[:2]),
+        moe_reduction_scale_input=_unflattened(scale, shape[:2]),
         **arguments,
     )

@@ -26,7 +26,7 @@ outputs, which it declares as mutated, and returns nothing. The other returns ne
 Arguments are the operations', by name, but `stream` (it is PyTorch's current one), `launch_shape` and
 `dtype` (the tensor's). Numbers of tokens may be symbolic: `torch.compile(dynamic=True)` compiles once
 for all of them. A graph keeps the handle as a constant. Every rank must compile the same code, so
-that its compiler keeps, drops and orders the same operators. There are no gradients. PyTorch 2.7 or
+that its compiler keeps, drops and orders the same operators. There are no gradients. PyTorch 2.8 or
 newer.
 """  # noqa: E501
 
