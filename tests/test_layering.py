@@ -29,6 +29,10 @@ RESERVED: dict[str, set[str]] = {
     "mpi4py": {"group"},
     "torch": set(),
 }
+# The modules that may import a library at once; the core imports none of them.
+INTEGRATIONS = {
+    path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("integrations/*.py")
+}
 KERNELS = sorted([*sources().glob("*.cu"), *sources().glob("moe_ar/*.cuh")])
 MACROS = Variant("moe_finalize", "oneshot", DType.BFLOAT16, DType.BFLOAT16, 2).defines
 
@@ -68,6 +72,19 @@ def test_libraries_have_few_importers(library: str) -> None:
         assert library not in at_import, module
 
 
+def test_the_core_imports_no_integration() -> None:
+    for module, tree in MODULES.items():
+        names = imports(*ast.walk(tree))
+        assert not any(name.startswith("cupy_moe_ar.integrations") for name in names), module
+
+
+@pytest.mark.parametrize("module", INTEGRATIONS)
+def test_integrations_import_only_their_library(module: str) -> None:
+    libraries = {"__init__": set(), "torch": {"torch"}, "flashinfer": {"torch"}}[module]
+    found = {name.split(".")[0] for name in imports(*ast.walk(INTEGRATIONS[module]))}
+    assert found - sys.stdlib_module_names <= {"cupy_moe_ar", *libraries}
+
+
 def test_importing_the_package_is_light() -> None:
     heavy = ("cupy", "cuda.bindings", "mpi4py", "torch", "cupy_moe_ar.reference")
     code = f"import sys, cupy_moe_ar; print([m for m in {heavy} if m in sys.modules])"
@@ -77,7 +94,7 @@ def test_importing_the_package_is_light() -> None:
 
 
 def test_nothing_is_printed() -> None:
-    for module, tree in MODULES.items():
+    for module, tree in (*MODULES.items(), *INTEGRATIONS.items()):
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
         assert "print" not in {func.id for func in calls if isinstance(func, ast.Name)}, module
 
