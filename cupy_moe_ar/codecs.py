@@ -91,8 +91,7 @@ def decode_ue8m0(code: Array) -> Float32Array:
 
 def pack_nibbles(code: Bytes) -> Bytes:
     """Put two codes into a byte, the first into the low half."""
-    packed: Bytes = code[..., ::2] | code[..., 1::2] << 4
-    return packed
+    return (code[..., ::2] | code[..., 1::2] << 4).astype(np.uint8)
 
 
 def unpack_nibbles(packed: Bytes) -> Bytes:

@@ -152,6 +152,7 @@ def test_variant_has_a_readable_name_and_its_macros():
         "MOE_AR_PROTOCOL": "0",
         "MOE_AR_DTYPE": "1",
         "MOE_AR_COMM_DTYPE": "2",
+        "MOE_AR_QUANT": "0",
         "MOE_AR_WORLD_SIZE": "16",
         "MOE_AR_KERNEL_NAME": wide.kernel_name,
     }
