@@ -349,6 +349,9 @@ def describe_allgather(
     token_num = -1
     if sized_by is not None:
         token_num, _ = check.leading(sized_by, given[sized_by], 2, "[token_num, hidden_dim]")
+    elif quant_out is not None:
+        sized_by = "quant_out"
+        token_num, _ = check.leading(sized_by, quant_out, 2, "[token_num, ...]", (DType.UINT8,))
     check.sizes(token_num, hidden_dim, "allgather_in")
     check.capacity(sized_by or "allgather_in")
     share = share_of(home.rank, home.world_size, check.token_num)
