@@ -427,7 +427,12 @@ def test_every_e4m3_code_has_its_value(convert):
 
 
 def test_codes_of_quotients_are_those_of_true_division(launch, floats):
-    """Divisors of all sizes for all values; then divisors that put quotients next to ties."""
+    """Divisors of all sizes for all values, then quotients next to ties.
+
+    The last group has those that a single correction could get wrong: it is right unless a quotient
+    is within 3 * 2**-24 ulp of half an ulp beside a tie, and a tie has five bits. That takes a
+    divisor whose 24 bits are a multiple of 2**20, more or less at most 6.
+    """
     rng = np.random.default_rng(3)
     divisors = rng.integers(0, 1 << 32, len(floats), dtype=np.uint32).view(np.float32)
     mild = np.exp2(rng.uniform(-12, 12, len(floats))).astype(np.float32)
@@ -439,6 +444,13 @@ def test_codes_of_quotients_are_those_of_true_division(launch, floats):
     d = [divisors, mild, near, near, near]
     x.append(np.tile(floats[:: len(floats) // 2000], len(edges)))
     d.append(np.repeat(edges, len(x[-1]) // len(edges)))
+    near_multiples = (np.arange(32, 65)[:, None] * 2**18 + np.arange(-64, 65)).reshape(-1)
+    ties = np.concatenate([np.arange(1, 16) * 2.0**-10, np.arange(17, 32, 2) * 2.0**-4])
+    narrow = np.repeat(near_multiples.astype(np.float32), len(ties)) * np.float32(2**-23)
+    exact = narrow.astype(np.float64) * np.tile(ties, len(near_multiples))
+    for ulps in range(-2, 3):
+        x.append((exact.astype(np.float32).view(np.int32) + ulps).view(np.float32))
+        d.append(narrow)
     values, divisor = np.concatenate(x), np.concatenate(d)
     output = np.empty(len(values), np.uint32)
     addresses = (a.ctypes.data for a in (values, divisor, output))

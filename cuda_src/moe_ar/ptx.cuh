@@ -326,6 +326,13 @@ __device__ __forceinline__ float rsqrt_f32(float x) {
   return y;
 }
 
+// Into -most..most; a NaN stays one.
+__device__ __forceinline__ float clamp_f32(float x, float most) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-most));
+  return x;
+}
+
 __device__ __forceinline__ float as_f32(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 as_u32(float x) { return __float_as_uint(x); }
 

@@ -39,8 +39,8 @@ struct GivenScaleOf<true> {
 
 using GivenScale = GivenScaleOf<kGivenScale>;
 
-// x / divisor for several x, rounded as one division is, where the quotient rounds to a code other
-// than 0. The compiler's division takes turns with the next one; this does not.
+// x / divisor for several x, rounded as one division is wherever that matters for a code. The
+// compiler's division takes turns with the next one; this does not.
 class Divisor {
  public:
   __device__ __forceinline__ explicit Divisor(float divisor) {
@@ -59,13 +59,11 @@ class Divisor {
   __device__ __forceinline__ bool usable() const { return usable_; }
 
   __device__ __forceinline__ float operator()(float x) const {
-    x *= shift_;
-    x = x > most_ ? most_ : x;  // a NaN stays
-    x = x < -most_ ? -most_ : x;
-    float q = x * inverse_;
-    // The remainder is exact in the second step, and the quotient then the nearest (Markstein). It
-    // is taken with this sign so that -0.0 stays.
-    q = ptx::fma_f32(ptx::fma_f32(q, divisor_, -x), -inverse_, q);
+    x = ptx::clamp_f32(x * shift_, most_);
+    const float q = x * inverse_;  // at most 1.5 units in the last place off
+    // One correction can leave it off by one unit, but not where that changes a code: see
+    // test_emulator.py, which has every case that could. With this sign of the remainder -0.0
+    // stays.
     return ptx::fma_f32(ptx::fma_f32(q, divisor_, -x), -inverse_, q);
   }
 
@@ -105,44 +103,59 @@ __device__ __forceinline__ void store_codes(const Params& p, u64 offset,
   }
 }
 
-// Stores the scale of a block, and 0 into padding that lies beyond it: columns, and in column-major
-// order rows. See codecs.py, scale_places.
-__device__ __forceinline__ void store_scale(const Params& p, u32 row, u32 column, u32 scale) {
-  u8* out = static_cast<u8*>(p.scale_out);
-  const u32 columns = static_cast<u32>(p.row_vectors) / kBlockLanes;
-  const bool wide = kGroups && !(p.flags & kScaleIsUe8m0);
-  const auto store = [&](u64 place, u32 value) {
-    if (wide) {
-      ptx::st_u32(out + place * 4, value);
-    } else {
-      ptx::st_u8(out + place, static_cast<u8>(value));
-    }
-  };
-  if (!(p.flags & kScaleTiled)) {
-    store(ptx::mad_wide(row, columns, column), scale);
-    return;
-  }
-  const u32 rows = static_cast<u32>(p.token_num);
-  const u32 padded_rows = (rows + 3) / 4 * 4;
-  const u32 last_row = kGroups && row + 1 == rows ? padded_rows - 1 : row;
-  const u32 last_column = !wide && column + 1 == columns ? column | 3 : column;
+// Where the scales of blocks lie: see codecs.py, scale_places.
+class ScalePlaces {
+ public:
+  __device__ __forceinline__ explicit ScalePlaces(const Params& p)
+      : out_(static_cast<u8*>(p.scale_out)),
+        rows_(static_cast<u32>(p.token_num)),
+        columns_(static_cast<u32>(p.row_vectors) / kBlockLanes),
+        tiled_(p.flags & kScaleTiled),
+        wide_(kGroups && !(p.flags & kScaleIsUe8m0)) {}
+
+  // Stores a scale, and 0 into the padding that lies beyond it: columns, and rows of columns.
+  __device__ __forceinline__ void store(u32 row, u32 column, u32 scale) const {
+    put(row, column, scale);
+    const bool ends_row = !wide_ && column + 1 == columns_ && columns_ % 4 != 0;
+    const bool ends_column = kGroups && row + 1 == rows_ && rows_ % 4 != 0;
+    if (!tiled_ || !(ends_row || ends_column)) return;
+    const u32 last_row = ends_column ? row | 3 : row;
+    const u32 last_column = ends_row ? column | 3 : column;
 #pragma unroll 1
-  for (u32 r = row; r <= last_row; ++r) {
+    for (u32 r = row; r <= last_row; ++r) {
 #pragma unroll 1
-    for (u32 c = column; c <= last_column; ++c) {
-      const u32 value = r == row && c == column ? scale : 0;
-      if constexpr (kSwizzles) {
-        store(ptx::mad_wide(r / 128, (columns + 3) / 4 * 512,
-                            c / 4 * 512 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4),
-              value);
-      } else if (wide) {
-        store(ptx::mad_wide(c, padded_rows, r), value);
-      } else {
-        store(ptx::mad_wide(c / 4, padded_rows, r) * 4 + c % 4, value);
+      for (u32 c = column; c <= last_column; ++c) {
+        if (r != row || c != column) put(r, c, 0);
       }
     }
   }
-}
+
+ private:
+  __device__ __forceinline__ void put(u32 row, u32 column, u32 value) const {
+    u64 place;
+    if (!tiled_) {
+      place = ptx::mad_wide(row, columns_, column);
+    } else if constexpr (kSwizzles) {
+      const u32 in_tile = row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
+      place = ptx::mad_wide(row / 128, (columns_ + 3) / 4 * 512, column / 4 * 512 + in_tile);
+    } else {
+      const u32 padded_rows = (rows_ + 3) / 4 * 4;
+      place = wide_ ? ptx::mad_wide(column, padded_rows, row)
+                    : ptx::mad_wide(column / 4, padded_rows, row) * 4 + column % 4;
+    }
+    if (wide_) {
+      ptx::st_u32(out_ + place * 4, value);
+    } else {
+      ptx::st_u8(out_ + place, static_cast<u8>(value));
+    }
+  }
+
+  u8* out_;
+  u32 rows_;
+  u32 columns_;
+  bool tiled_;
+  bool wide_;
+};
 
 // Zeroes the rows past the last token in its tile of 128. Every thread of the grid, after pdl_wait.
 __device__ __forceinline__ void clear_scale_padding(const Params& p) {
@@ -217,7 +230,7 @@ __device__ __forceinline__ void store_quantised(const Params& p, int token, int 
     u8* to = static_cast<u8*>(p.scale_out);
     if (column == 0) ptx::st_u32(ptx::at(to, static_cast<u32>(token), 4), scale);
   } else if (static_cast<u32>(column) % kBlockLanes == 0) {
-    store_scale(p, static_cast<u32>(token), static_cast<u32>(column) / kBlockLanes, scale);
+    ScalePlaces(p).store(static_cast<u32>(token), static_cast<u32>(column) / kBlockLanes, scale);
   }
   store_codes(p, offset, x, divisor);
 }

@@ -287,6 +287,9 @@ inline void pdl_trigger() { asm volatile("" ::: "memory"); }
 
 inline float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float rsqrt_f32(float x) { return static_cast<float>(1.0 / std::sqrt(double{x})); }
+// Into -most..most; a NaN stays one.
+inline float clamp_f32(float x, float most) { return x > most ? most : x < -most ? -most : x; }
+
 inline float as_f32(u32 bits) { return std::bit_cast<float>(bits); }
 inline u32 as_u32(float x) { return std::bit_cast<u32>(x); }
 
