@@ -432,11 +432,10 @@ CROWDED = [
     Variant("allreduce", "twoshot", BF16, BF16, 16),
     Variant("reduce_scatter", "reduce_scatter", F32, F32, 2),
     Variant("allgather", "allgather", BF16, BF16, 8),
-    Variant("moe_finalize", "oneshot", BF16, F32, 2, "nvfp4"),
     Variant("moe_finalize", "twoshot", BF16, F32, 2, "fp8_per_token"),
     Variant("moe_reduction", "twoshot", F16, F32, 4, "fp8_per_token_group"),
-    Variant("allreduce", "oneshot", F16, F32, 8, "mxfp8"),
-    Variant("allgather", "allgather", F32, F32, 8, "fp8_static"),
+    Variant("allreduce", "oneshot", F16, F32, 8, "nvfp4"),
+    Variant("allgather", "allgather", BF16, BF16, 8, "mxfp8"),
 ]
 
 

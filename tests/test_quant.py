@@ -229,12 +229,12 @@ COUNTS = (1, 5, 32, 127, 128, 129)
         (1664, "fp8_per_token_group", OPTIONS["fp8_per_token_group"][3], COUNTS),  # 13 columns
     ],
 )
-@each_world(1, mpi_up_to=2)
+@each_world(2, mpi_up_to=2)
 def test_c8_sizes_and_rows(
     ranks: Ranks, hidden_dim: int, quant: str, options: Options, counts: tuple[int, ...]
 ) -> None:
     """Rows of zeros, with a single 1e4, and normal ones; nothing is written beyond a buffer."""
-    case = dense_case(ranks.size, max(counts), hidden_dim, residual=False)
+    case = dense_case(ranks.size, max(counts), hidden_dim, *dense_dtypes(quant), residual=False)
     for rows in case.rows:
         rows[1::3], rows[2::3] = 0, 0
         rows[2::3, 7] = 1e4
