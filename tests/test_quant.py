@@ -309,6 +309,59 @@ def test_random_interleavings(ranks: Ranks, quant: str, resident: int) -> None:
 # ---- values --------------------------------------------------------------------------------------
 
 
+def every_value(dtype: DType, first: int, size: int) -> DenseCase:
+    """A token whose norm is 32768 of the values of a type: gamma's, since its residual is 1."""
+    gamma = np.arange(first, first + 32768, dtype=np.uint16).view(ref.numpy_dtype(dtype))
+    rows = [np.zeros((1, 32768), gamma.dtype)] * size
+    return DenseCase(dtype, rows, residual=rows[0] + 1, gamma=gamma, eps=0.0)
+
+
+EVERY_VALUE = [  # allreduces that have been compiled above
+    ("fp8_static", F16, {"scale_factor": 1.0}),
+    ("fp8_per_token_group", BF16, {}),
+    ("fp8_per_token_group", F16, {"scale_dtype": "ue8m0"}),
+    ("nvfp4", BF16, {"scale_factor": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("quant", "dtype", "options"), EVERY_VALUE)
+@each_world(2, mpi_up_to=3)
+def test_every_value_of_16_bits(ranks: Ranks, quant: str, dtype: DType, options: Options) -> None:
+    """By the conversions of the machine at hand."""
+    cases = [every_value(dtype, first, ranks.size) for first in (0, 32768)]
+
+    @ranks.with_workspace(cases[0], operations=[])
+    def body(rank: Rank, workspace: Workspace) -> None:
+        workspace.prepare(operations=["allreduce"], quant=quant)
+        for case in cases:
+            results = quantised(rank, workspace, case, quant, options, ["norm_out"])
+            assert case.gamma is not None
+            with np.errstate(invalid="ignore"):  # gamma has signalling NaNs
+                found, meant = results["norm_out"][0], case.gamma
+                assert ((found == meant) | (np.isnan(found) & np.isnan(meant))).all()
+            check_quantised(results, quant, options)
+
+
+@pytest.mark.gpu
+@each_world(2, mpi_up_to=3)
+def test_codes_are_those_of_pytorchs_casts(ranks: Ranks) -> None:
+    torch = pytest.importorskip("torch")
+    cases = [every_value(F16, first, ranks.size) for first in (0, 32768)]
+
+    @ranks.with_workspace(cases[0], operations=[])
+    def body(rank: Rank, workspace: Workspace) -> None:
+        workspace.prepare(operations=["allreduce"], quant="fp8_static")
+        for case in cases:
+            codes = quantised(rank, workspace, case, "fp8_static", {"scale_factor": 1.0})
+            assert case.gamma is not None
+            values = torch.from_numpy(case.gamma.astype(np.float32)).to(f"cuda:{rank.device}")
+            theirs = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).cpu().numpy()
+            numbers = ~np.isnan(case.gamma)
+            # The norm of -0.0 is +0.0: gamma is added to weight_bias.
+            numbers &= case.gamma.view(np.uint16) != 0x8000
+            assert (codes["quant_out"][0] == theirs)[numbers].all()
+
+
 @each_quant
 @each_world(2, mpi_up_to=3)
 def test_nan_infinity_and_negative_zero(ranks: Ranks, quant: str) -> None:
