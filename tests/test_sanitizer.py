@@ -30,16 +30,17 @@ import cases
 from cupy_moe_ar import compile as compiling
 from cupy_moe_ar import ArgumentError
 from cupy_moe_ar.plan import launch_shapes
+from test_quant import OPTIONS, quantised
 from test_twoshot import PRODUCERS, gather, scatter
 
-operation, sources = sys.argv[1:]
+operation, sources, *quant = sys.argv[1:]
 compiling.sources = lambda: Path(sources)
 name = {"moe_finalize_reduce_scatter": "moe_finalize"}.get(operation, operation)
-case = PRODUCERS[name if name in PRODUCERS else "allreduce"](2, 5, 264)
+case = PRODUCERS[name if name in PRODUCERS else "allreduce"](2, 5, 288)
 
 def body(rank, workspace):
     def each(call):
-        for shape in launch_shapes(33):
+        for shape in launch_shapes(36):
             for clusters in (1 << 20, 2):
                 with cases.crowded(workspace, clusters):
                     try:
@@ -49,7 +50,11 @@ def body(rank, workspace):
 
     for seed in (0, 1):
         workspace._backend.seed = seed
-        if operation in PRODUCERS:
+        if quant:
+            given = quant[0], OPTIONS[quant[0]][0]
+            for oneshot in (True, False):
+                each(lambda **o: quantised(rank, workspace, case, *given, use_oneshot=oneshot, **o))
+        elif operation in PRODUCERS:
             for oneshot in (True, False):
                 each(lambda **o: cases.finalize(rank, workspace, case, use_oneshot=oneshot, **o))
         elif operation == "allgather":
@@ -58,13 +63,13 @@ def body(rank, workspace):
         else:
             each(lambda **o: scatter(rank, workspace, case, **o))
 
-cases.Ranks(2).with_workspace(case, operations=[operation])(body)
+cases.Ranks(2).with_workspace(case, operations=[operation], quant=quant)(body)
 print("ran to the end")
 """
 
 
-def sanitized(operation: str, sources: Path) -> subprocess.CompletedProcess[str]:
-    """Run every kernel of an operation, compiled from these sources."""
+def sanitized(operation: str, sources: Path, *quant: str) -> subprocess.CompletedProcess[str]:
+    """Run every kernel of an operation, or of one format of it, compiled from these sources."""
     try:
         compiler = compiling._cxx()
     except CompileError as error:
@@ -93,7 +98,7 @@ def sanitized(operation: str, sources: Path) -> subprocess.CompletedProcess[str]
     tried = python("-c", "")
     if tried.returncode:
         pytest.skip(f"Python does not run under ThreadSanitizer: {tried.stderr[-300:]}")
-    return python("-c", CHILD, operation, str(sources))
+    return python("-c", CHILD, operation, str(sources), *quant)
 
 
 pytestmark = pytest.mark.skipif(backend() != "cpu", reason="about the emulator")
@@ -102,6 +107,12 @@ pytestmark = pytest.mark.skipif(backend() != "cpu", reason="about the emulator")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_kernel_has_a_race(operation: str) -> None:
     done = sanitized(operation, compiling.sources())
+    assert (done.returncode, "ran to the end" in done.stdout) == (0, True), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("quant", ["fp8_per_token", "nvfp4"])
+def test_no_quantising_kernel_has_a_race(quant: str) -> None:
+    done = sanitized("allreduce", compiling.sources(), quant)
     assert (done.returncode, "ran to the end" in done.stdout) == (0, True), done.stderr[-4000:]
 
 
