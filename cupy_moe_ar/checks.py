@@ -353,8 +353,9 @@ class Checker:
             outputs: Names of what is written; at least one of them must be given.
             in_place: What an output that is not quantised may be exactly; else it overlaps nothing.
         """
-        if not any(name in self.views for name in outputs):
-            given = outputs[0] if len(outputs) == 1 else f"at least one of {_list(outputs)}"
+        enough = tuple(name for name in outputs if name != "scale_out")
+        if not any(name in self.views for name in enough):
+            given = enough[0] if len(enough) == 1 else f"at least one of {_list(enough)}"
             self.fault(f"{given} must be given")
         if self.token_num > 0:
             used = {name: found for name, found in self.views.items() if 0 not in found.shape}
