@@ -226,13 +226,13 @@ __device__ __forceinline__ void store_quantised(const Params& p, int token, int 
     divisor = ptx::as_f32(scale == 0 ? 0x400000u : scale == 0xff ? 0x7fffffffu : scale << 23);
     if (bits == 0) divisor = 0.0f;
   }
+  store_codes(p, offset, x, divisor);
   if constexpr (kRows) {
     u8* to = static_cast<u8*>(p.scale_out);
     if (column == 0) ptx::st_u32(ptx::at(to, static_cast<u32>(token), 4), scale);
   } else if (static_cast<u32>(column) % kBlockLanes == 0) {
     ScalePlaces(p).store(static_cast<u32>(token), static_cast<u32>(column) / kBlockLanes, scale);
   }
-  store_codes(p, offset, x, divisor);
 }
 
 }  // namespace moe_ar
