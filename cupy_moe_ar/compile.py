@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CompileError
+from .formats import FORMATS
 from .plan import KERNELS
 from .types import DType
 
@@ -37,6 +38,7 @@ __all__ = [
     "CPU",
     "CUDA_TARGETS",
     "OPERATIONS",
+    "QUANTISING",
     "Variant",
     "compile_all",
     "compile_cpu",
@@ -59,10 +61,14 @@ OPERATIONS = {
 }
 """Names of operations, and the protocols that each of them has."""
 
+QUANTISING = tuple(name for name in OPERATIONS if "reduce_scatter" not in name)
+"""Names of operations with quantised outputs: those that have a norm."""
+
 # config.cuh's numbers.
 _PRODUCERS = {"moe_finalize": 0, "moe_finalize_reduce_scatter": 0, "moe_reduction": 2}  # else 1
 _PROTOCOLS = {"oneshot": 0, "twoshot": 1, "reduce_scatter": 2, "allgather": 3}
 _DTYPES = {DType.BFLOAT16: 0, DType.FLOAT16: 1, DType.FLOAT32: 2}
+_QUANTS = [None, *FORMATS]
 # Bits are part of the contract: no contraction, no flush to zero, no approximate division.
 _NVRTC_FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 _CXX_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-fast-math")
@@ -83,6 +89,7 @@ class Variant:
         dtype: Element type of activations and outputs.
         comm_dtype: Element type that travels between ranks.
         world_size: Number of ranks.
+        quant: Format of the quantised outputs; None is without.
     """
 
     operation: str
@@ -90,6 +97,7 @@ class Variant:
     dtype: DType
     comm_dtype: DType
     world_size: int
+    quant: str | None = None
 
     @property
     def source(self) -> str:
@@ -108,7 +116,8 @@ class Variant:
         name = self.operation
         if not name.endswith(self.protocol):
             name += f"_{self.protocol}"
-        return f"{name}_{self.dtype.short}{wire}_w{self.world_size}"
+        quant = "" if self.quant is None else f"_{self.quant}"
+        return f"{name}_{self.dtype.short}{wire}_w{self.world_size}{quant}"
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -123,6 +132,7 @@ class Variant:
             "MOE_AR_PROTOCOL": str(_PROTOCOLS[self.protocol]),
             "MOE_AR_DTYPE": str(_DTYPES[self.dtype]),
             "MOE_AR_COMM_DTYPE": str(_DTYPES[self.comm_dtype]),
+            "MOE_AR_QUANT": str(_QUANTS.index(self.quant)),
             "MOE_AR_WORLD_SIZE": str(self.world_size),
             "MOE_AR_KERNEL_NAME": self.kernel_name,
             "MOE_AR_DELAYS": "1" if os.environ.get("MOE_AR_DELAYS") == "1" else "0",

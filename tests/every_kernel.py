@@ -2,7 +2,8 @@
 
     python tests/every_kernel.py RANKS SOURCES [OPERATION ...]
 
-Ranks are threads. Each operation that ran to its end is printed.
+Ranks are threads. Each operation that ran to its end is printed. `OPERATION:FORMAT` is one with
+quantised outputs.
 """
 
 from __future__ import annotations
@@ -17,33 +18,39 @@ from pathlib import Path
 import cases
 import pytest
 from cases import BF16, F16, F32, Case, Rank
+from test_quant import OPTIONS, quantised
 from test_twoshot import PRODUCERS, gather, scatter
 
 from cupy_moe_ar import ArgumentError, Workspace
 from cupy_moe_ar import compile as compiling
 from cupy_moe_ar.plan import launch_shapes
 
-TOKENS, HIDDEN = 5, 264  # 33 vectors: a second group of one lane
+TOKENS = 5
+HIDDEN, QUANTISED_HIDDEN = 264, 288  # 33 and 36 vectors: a second group of few lanes
 DTYPES = {2: (BF16, None), 3: (F16, F32)}  # by ranks; float32 on the wire: two planes
 
 cases.GUARD_BYTES = 0  # arrays end where their memory does, so that the sanitizer sees the end
 
 
-def run(operation: str, size: int) -> None:
+def run(name: str, size: int) -> None:
     """Every launch shape, with a row a cluster and with few clusters, threads in two orders."""
+    operation, _, quant = name.partition(":")
+    hidden = QUANTISED_HIDDEN if quant else HIDDEN
     make = PRODUCERS.get(operation.removesuffix("_reduce_scatter"), PRODUCERS["allreduce"])
-    case: Case = make(size, TOKENS, HIDDEN, *DTYPES[size])
+    case: Case = make(size, TOKENS, hidden, *DTYPES[size])
     ran: set[str] = set()
 
     def body(rank: Rank, workspace: Workspace) -> None:
         calls: list[Callable[..., object]] = [partial(scatter, rank, workspace, case)]
         if operation in PRODUCERS:
-            both = (True, False)
-            calls = [partial(cases.finalize, rank, workspace, case, use_oneshot=x) for x in both]
+            call = partial(cases.finalize, rank, workspace, case)
+            if quant:
+                call = partial(quantised, rank, workspace, case, quant, OPTIONS[quant][0])
+            calls = [partial(call, use_oneshot=oneshot) for oneshot in (True, False)]
         elif operation == "allgather":
             calls = [partial(gather, rank, workspace, case, case.rows[0][workspace.share(TOKENS)])]
         for seed, call, shape, clusters in product(
-            (0, 1), calls, launch_shapes(HIDDEN // 8), (1 << 20, 2)
+            (0, 1), calls, launch_shapes(hidden // 8), (1 << 20, 2)
         ):
             workspace._backend.seed = seed
             fits = shape.kernel not in ("row", "row2") or clusters >= TOKENS
@@ -52,9 +59,10 @@ def run(operation: str, size: int) -> None:
                 call(launch_shape=shape)
                 ran.add(shape.kernel)
 
-    cases.Ranks(size).with_workspace(case, operations=[operation])(body)
+    formats = [quant] if quant else []
+    cases.Ranks(size).with_workspace(case, operations=[operation], quant=formats)(body)
     assert ran == {"row", "row2", "rows", "rows2", "long"}
-    print(operation, flush=True)
+    print(name, flush=True)
 
 
 def main(size: str, sources: str, *operations: str) -> None:
@@ -65,9 +73,14 @@ def main(size: str, sources: str, *operations: str) -> None:
     compiling.compile_all(  # at once, in parallel
         [
             compiling.Variant(
-                operation, protocol, dtype, dtype if operation == "allgather" else wire, int(size)
+                operation,
+                protocol,
+                dtype,
+                dtype if operation == "allgather" else wire,
+                int(size),
+                quant or None,
             )
-            for operation in wanted
+            for operation, _, quant in (name.partition(":") for name in wanted)
             for protocol in compiling.OPERATIONS[operation]
         ],
         compiling.CPU,

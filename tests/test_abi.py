@@ -26,6 +26,8 @@ CONSTANTS = {
     "kTriggerEarly": abi.Flag.TRIGGER_EARLY,
     "kVectorRoutes": abi.Flag.VECTOR_ROUTES,
     "kWarmUp": abi.Flag.WARM_UP,
+    "kScaleTiled": abi.Flag.SCALE_TILED,
+    "kScaleIsUe8m0": abi.Flag.SCALE_IS_UE8M0,
 }
 
 

@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[Mutation, list[str]]] = {
                        ["norm_out must not overlap allreduce_in"]),
     # what is missing, too much or no number
     "no outputs": (value(allreduce_out=None, residual_out=None, norm_out=None),
-                   ["at least one of allreduce_out, residual_out and norm_out"]),
+                   ["at least one of allreduce_out, residual_out, norm_out and quant_out"]),
     "no gamma": (value(rms_gamma=None), ["norm_out needs rms_gamma"]),
     "capacity": (sized(TOKENS + 1, HIDDEN, TOP_K), ["5 tokens", "capacity", "(4 such tokens)"]),
     "factor": (value(routed_scaling_factor=float("nan")), ["routed_scaling_factor", "nan"]),

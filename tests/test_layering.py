@@ -17,9 +17,9 @@ from cupy_moe_ar.types import DType
 PACKAGE = Path(cupy_moe_ar.__file__).parent
 # Each module imports only what stands before it.
 ORDER = [
-    "errors", "types", "arrays", "abi", "plan", "reference", "checks", "call", "group", "sharing",
-    "compile", "launch", "symmetric", "cuda_backend", "cpu_backend", "workspace", "ops", "__init__",
-    "testing",
+    "errors", "types", "formats", "arrays", "abi", "plan", "codecs", "reference", "checks", "call",
+    "group", "sharing", "compile", "launch", "symmetric", "cuda_backend", "cpu_backend",
+    "workspace", "ops", "__init__", "testing",
 ]  # fmt: skip
 MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
 # Only these may import it, and not when they are imported themselves.
@@ -61,6 +61,7 @@ def test_imports_point_one_way() -> None:
     for i, module in enumerate(ORDER):
         assert imported_by(module) <= set(ORDER[:i]), module
         assert "reference" not in imported_by(module), "tests and scripts only"
+        assert "codecs" not in imported_by(module) or module == "__init__", "nor for a launch"
 
 
 @pytest.mark.parametrize("library", RESERVED)

@@ -33,6 +33,13 @@ def test_no_kernel_is_reported(sanitizer: str, ranks: int) -> None:
     assert (done.returncode, done.stdout.split()) == (0, list(OPERATIONS)), done.stderr[-4000:]
 
 
+@pytest.mark.parametrize("sanitizer", [THREAD, MEMORY])
+def test_no_quantising_kernel_is_reported(sanitizer: str) -> None:
+    names = ["allreduce:fp8_per_token", "allreduce:nvfp4"]
+    done = sanitized_python(sanitizer, TESTS / "every_kernel.py", 2, compiling.sources(), *names)
+    assert (done.returncode, done.stdout.split()) == (0, names), done.stderr[-4000:]
+
+
 @pytest.mark.parametrize(
     ("sanitizer", "name", "old", "new", "words"),
     [

@@ -97,6 +97,7 @@ void block_sync();
 void cluster_arrive();
 void cluster_wait();
 float shfl_xor(float v, std::uint32_t mask);
+std::uint32_t shfl_xor_among(std::uint32_t v, std::uint32_t mask, std::uint32_t members);
 void warp_sync();
 void* block_shared(std::size_t bytes, const void* type);
 

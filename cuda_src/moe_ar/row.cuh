@@ -35,12 +35,14 @@ inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
 // Over the whole row, of which a thread holds the vectors of its groups `group`, `group + step`...
 // Every thread of the cluster.
 template <int kVectors>
-__device__ __forceinline__ float sum_of_squares(RowReduction& reduction,
-                                                const Vec16 (&residual)[kVectors], int group,
-                                                int step, int groups) {
+__device__ __forceinline__ RowTotals row_totals(const Params& p, RowReduction& reduction,
+                                                const Vec16 (&residual)[kVectors],
+                                                const Gamma (&gamma)[kVectors], int group, int step,
+                                                int groups) {
   ptx::warp_sync();
   each<kVectors>([&](int v) {
-    if (group + v * step < groups) reduction.publish(v * step, square_sum(residual[v]));
+    if (group + v * step < groups)
+      reduction.publish(v * step, own_totals(p, residual[v], gamma[v]));
   });
   return reduction.collect(groups);
 }
