@@ -34,9 +34,10 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   each<kVectors>([&](int v) {
     if (column + v * step >= p.row_vectors) return;
     residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
-    if (p.norm_out != nullptr) gamma[v].load(p, column + v * step);
+    if (kQuantises || p.norm_out != nullptr) gamma[v].load(p, column + v * step);
   });
   session.advance();
+  clear_scale_padding(p);
   reduction.begin();
   each<kVectors>([&](int v) {
     if (column + v * step >= p.row_vectors) return;
@@ -44,11 +45,12 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
     session.reduce<kPolled<kVectors>>(at.cluster, column + v * step, own[v], total);
     residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
   });
-  if (p.norm_out == nullptr) return;
-  const float row_square_sum = sum_of_squares(reduction, residual, group, at.group_step, groups);
+  if (!kQuantises && p.norm_out == nullptr) return;
+  const RowTotals row = row_totals(p, reduction, residual, gamma, group, at.group_step, groups);
   each<kVectors>([&](int v) {
     if (column + v * step >= p.row_vectors) return;
-    store_norm(p, offset + v * step * sizeof(Vec16), residual[v], gamma[v], row_square_sum);
+    store_norm(p, at.cluster, column + v * step, offset + v * step * sizeof(Vec16), residual[v],
+               gamma[v], row);
   });
 }
 
@@ -80,6 +82,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     }
     if (done < 0) {
       session.advance();
+      clear_scale_padding(p);
       reduction.begin();
       continue;
     }
@@ -89,7 +92,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     each<kVectors>([&](int v) {
       if (column + v * step >= p.row_vectors) return;
       residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
-      if (p.norm_out != nullptr) gamma[v].load(p, column + v * step);
+      if (kQuantises || p.norm_out != nullptr) gamma[v].load(p, column + v * step);
     });
     each<kVectors>([&](int v) {
       if (column + v * step >= p.row_vectors) return;
@@ -97,11 +100,12 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
       session.reduce<kPolled<kVectors>>(done, column + v * step, own[v], total);
       residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
     });
-    if (p.norm_out == nullptr) continue;
-    const float row_square_sum = sum_of_squares(reduction, residual, group, at.group_step, groups);
+    if (!kQuantises && p.norm_out == nullptr) continue;
+    const RowTotals row = row_totals(p, reduction, residual, gamma, group, at.group_step, groups);
     each<kVectors>([&](int v) {
       if (column + v * step >= p.row_vectors) return;
-      store_norm(p, offset + v * step * sizeof(Vec16), residual[v], gamma[v], row_square_sum);
+      store_norm(p, done, column + v * step, offset + v * step * sizeof(Vec16), residual[v],
+                 gamma[v], row);
     });
   }
 }
@@ -124,6 +128,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
     }
     if (token == at.cluster) {
       session.advance();
+      clear_scale_padding(p);
       reduction.begin();
     }
     for (int group = at.first_group; group < groups; group += at.group_step) {
@@ -136,7 +141,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
         residual = load_residual(p, offset);
         session.reduce<kPolled<2>>(token, column, own, total);
         residual = store_residual(p, offset, total, residual);
-        if (p.norm_out != nullptr) {
+        if (kQuantises || p.norm_out != nullptr) {
           own.v[0] = residual;
           session.keep(token, column, own);
         } else {
@@ -144,19 +149,21 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
         }
       }
       ptx::warp_sync();
-      if (p.norm_out != nullptr) {
-        reduction.publish(group - at.first_group, square_sum(residual));
+      if (kQuantises || p.norm_out != nullptr) {
+        Gamma gamma = {};
+        if (kRowMax && column < p.row_vectors) gamma.load(p, column);
+        reduction.publish(group - at.first_group, own_totals(p, residual, gamma));
       }
     }
-    if (p.norm_out == nullptr) continue;
-    const float row_square_sum = reduction.collect(groups);
+    if (!kQuantises && p.norm_out == nullptr) continue;
+    const RowTotals row = reduction.collect(groups);
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
       if (column >= p.row_vectors) continue;
       Gamma gamma = {};
       gamma.load(p, column);
       const Vec16 residual = session.kept(token, column).v[0];
-      store_norm(p, row_offset(p, token, column), residual, gamma, row_square_sum);
+      store_norm(p, token, column, row_offset(p, token, column), residual, gamma, row);
       session.restore_kept(token, column);
     }
   }

@@ -15,8 +15,9 @@ constexpr bool kGathers = kProtocol != Protocol::kReduceScatter;  // totals go t
 // In a half a rank hears from the owner, or as owner, only. So that it still hears from every peer
 // in every launch, which is what two epochs rest on, a rank without tokens greets, or is greeted.
 constexpr bool kGreets = !(kSums && kGathers);
-// Without a gather 72 registers do, and two blocks of 448 threads share an SM.
-constexpr int kRowsThreads = kProducer == Producer::kDense ? 896 : kMaxBlockThreads;
+// Without a gather, and with one peer, 72 registers do, and two blocks of 448 threads share an SM.
+constexpr int kRowsThreads =
+    kProducer == Producer::kDense && kWireVectors == 1 && kWorldSize == 2 ? 896 : kMaxBlockThreads;
 
 // What a cluster works on at a time: row `row` of the owner's share.
 struct Item {
@@ -122,7 +123,7 @@ class Worker {
     each<kVectors>([&](int v) {
       if (!has(item, v)) return;
       residual_[v] = load_residual(p_, offset_ + bytes(v));
-      if (kGammaEarly && p_.norm_out != nullptr) gamma_[v].load(p_, column(v));
+      if (kGammaEarly && (kQuantises || p_.norm_out != nullptr)) gamma_[v].load(p_, column(v));
     });
   }
 
@@ -159,17 +160,19 @@ class Worker {
 
   // Last: the norm. Every thread of the cluster.
   __device__ __forceinline__ void finish(RowReduction& reduction, const Item& item) {
-    if (!kGathers || p_.norm_out == nullptr || item.greeting) return;
-    const float row_square_sum = sum_of_squares(reduction, residual_, group_, group_step_, groups_);
+    if (!kGathers || (!kQuantises && p_.norm_out == nullptr) || item.greeting) return;
+    const RowTotals row =
+        row_totals(p_, reduction, residual_, gamma_, group_, group_step_, groups_);
     each<kVectors>([&](int v) {
       if (!has(item, v)) return;
       if (!kGammaEarly) gamma_[v].load(p_, column(v));
-      store_norm(p_, offset_ + bytes(v), residual_[v], gamma_[v], row_square_sum);
+      store_norm(p_, item.token, column(v), offset_ + bytes(v), residual_[v], gamma_[v], row);
     });
   }
 
  private:
-  static constexpr bool kGammaEarly = kVectors * kWireVectors <= 2;  // else registers are short
+  static constexpr bool kGammaEarly =
+      kRowMax || kVectors * kWireVectors <= 2;  // registers are short
 
   __device__ __forceinline__ u32 bytes(int v) const {
     return static_cast<u32>(v * group_step_ * 32) * static_cast<u32>(sizeof(Vec16));
@@ -216,6 +219,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   worker.send(session, item, part, own);
   worker.load(item);
   session.advance();
+  clear_scale_padding(p);
   reduction.begin();
   if (item.owner == p.rank) {
     worker.sum(session, item, own);
@@ -248,6 +252,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     }
     if (step == 0) {
       session.advance();
+      clear_scale_padding(p);
       reduction.begin();
       continue;
     }
@@ -291,13 +296,14 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
     }
     if (step == 0) {
       session.advance();
+      clear_scale_padding(p);
       reduction.begin();
       continue;
     }
     const Item item = deal.item(step - 1);
     const bool mine = item.owner == p.rank;
     if (item.columns == 0 || !(kGathers || mine)) continue;
-    const bool norm = kGathers && p.norm_out != nullptr && !item.greeting;
+    const bool norm = kGathers && (kQuantises || p.norm_out != nullptr) && !item.greeting;
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
       Vec16 residual = {};
@@ -332,17 +338,22 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
         }
       }
       ptx::warp_sync();
-      if (norm) reduction.publish(group - at.first_group, square_sum(residual));
+      if (norm) {
+        Gamma gamma = {};
+        if (kRowMax && column < item.columns) gamma.load(p, column);
+        reduction.publish(group - at.first_group, own_totals(p, residual, gamma));
+      }
     }
     if (!norm) continue;
-    const float row_square_sum = reduction.collect(groups);
+    const RowTotals row = reduction.collect(groups);
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
       if (column >= item.columns) continue;
       Gamma gamma = {};
       gamma.load(p, column);
       const Vec16 residual = session.kept(item.token, column).v[0];
-      store_norm(p, row_offset(p, item.token, column), residual, gamma, row_square_sum);
+      const u64 offset = row_offset(p, item.token, column);
+      store_norm(p, item.token, column, offset, residual, gamma, row);
       session.restore_kept(item.token, column);
     }
   }

@@ -1,6 +1,7 @@
 """Fused MoE finalize + all-reduce + residual + RMSNorm, one kernel launch a rank."""
 
 from .call import Call
+from .codecs import dequantize
 from .errors import (
     ArgumentError,
     CompileError,
@@ -9,6 +10,7 @@ from .errors import (
     UnsupportedError,
     WorkspaceError,
 )
+from .formats import quant_size, scale_size
 from .ops import (
     PlannedCall,
     allgather_residual_rmsnorm,
@@ -39,13 +41,16 @@ __all__ = [
     "WorkspaceError",
     "allgather_residual_rmsnorm",
     "allreduce_fusion",
+    "dequantize",
     "moe_finalize_allreduce_fusion",
     "moe_finalize_reduce_scatter",
     "moe_reduction_allreduce_fusion",
     "plan_allreduce_fusion",
     "plan_moe_finalize_allreduce_fusion",
     "plan_moe_reduction_allreduce_fusion",
+    "quant_size",
     "reduce_scatter",
+    "scale_size",
 ]
 
 __version__ = "0.1.0"

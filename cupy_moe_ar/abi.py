@@ -46,6 +46,8 @@ class Flag(enum.IntFlag):
     TRIGGER_EARLY = 4
     VECTOR_ROUTES = 8
     WARM_UP = 16
+    SCALE_TILED = 32
+    SCALE_IS_UE8M0 = 64
 
 
 class TimeoutRecord(ctypes.Structure):
@@ -100,7 +102,12 @@ class Params(ctypes.Structure):
         ("inverse_hidden", ctypes.c_float),
         ("flags", ctypes.c_uint32),
         ("cluster_log2", ctypes.c_uint32),
-        ("_reserved", ctypes.c_uint32),
+        ("delays", ctypes.c_uint32),
+        ("scale_factor", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
+        ("scale_in", ctypes.c_uint64),
+        ("quant_out", ctypes.c_uint64),
+        ("scale_out", ctypes.c_uint64),
     )
 
 

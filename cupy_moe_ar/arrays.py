@@ -20,7 +20,15 @@ import numpy as np
 
 from cupy_moe_ar.types import DType
 
-__all__ = ["CPU", "ArrayView", "current_stream", "overlap", "stream_handle", "view"]
+__all__ = [
+    "CPU",
+    "ArrayView",
+    "current_stream",
+    "identity",
+    "overlap",
+    "stream_handle",
+    "view",
+]
 
 CPU = -1
 """`ArrayView.device` of host memory."""
@@ -116,6 +124,18 @@ def view(obj: Any, *, dtype: DType | str | None = None) -> ArrayView:
     if dtype is None or dtype is found.dtype:
         return found
     return _retyped(found, DType.parse(dtype))
+
+
+def identity(obj: Any) -> tuple[Any, ...]:
+    """Return what of an array a checked call depends on: address, shape, strides, type; hashable.
+
+    Raises:
+        TypeError: As `view`, and so ValueError.
+    """
+    if _reader(obj.__class__) is _read_cupy:  # in half of the time of a view
+        return obj.data.ptr, obj.shape, obj.strides, obj.dtype
+    found = view(obj)
+    return found[:3] + found[4:6] + found[8:]
 
 
 def overlap(a: ArrayView, b: ArrayView) -> bool:

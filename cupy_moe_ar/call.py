@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .abi import VECTOR_BYTES, Flag, Params
-from .checks import Checker, Home
+from .checks import QUANTISED, Checker, Home
 from .plan import share_of
 from .types import DType
 
@@ -34,8 +34,11 @@ _POINTERS = (
     "allreduce_out",
     "residual_out",
     "norm_out",
+    "scale_in",
+    "quant_out",
+    "scale_out",
 )
-_OUTPUTS = ("allreduce_out", "residual_out", "norm_out")
+_OUTPUTS = ("allreduce_out", "residual_out", "norm_out", *QUANTISED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class Call:
         rms_eps: Added to the mean of squares.
         weight_bias: Added to gamma.
         flags: Bits for the kernel.
+        quant: Format of the quantised outputs; None is without.
+        scale_factor: The scale that is given as a number; 1 where there is none.
     """
 
     operation: str
@@ -71,6 +76,8 @@ class Call:
     rms_eps: float
     weight_bias: float
     flags: Flag
+    quant: str | None
+    scale_factor: float
 
     @property
     def row_vectors(self) -> int:
@@ -96,6 +103,7 @@ class Call:
         params.weight_bias = self.weight_bias
         params.inverse_hidden = 1.0 / self.hidden_dim
         params.flags = self.flags
+        params.scale_factor = self.scale_factor
 
 
 # ---- all-reduces ---------------------------------------------------------------------------------
@@ -116,6 +124,12 @@ def describe_moe_finalize(
     allreduce_out: Any = None,
     residual_out: Any = None,
     norm_out: Any = None,
+    quant: str | None = None,
+    quant_out: Any = None,
+    scale_out: Any = None,
+    scale_factor: Any = None,
+    scale_layout: str | None = None,
+    scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
@@ -132,7 +146,8 @@ def describe_moe_finalize(
     _check_scale(check, expert_scale_factor)
     check.rows(shared_expert_output=shared_expert_output, residual_in=residual_in)
     check.rows(allreduce_out=allreduce_out, residual_out=residual_out, norm_out=norm_out)
-    check.gamma(rms_gamma, norm_out)
+    check.gamma(rms_gamma, norm_out, quant)
+    check.quantised(quant, quant_out, scale_out, scale_factor, scale_layout, scale_dtype)
     numbers = _numbers(check, routed_scaling_factor, rms_eps, weight_bias)
     check.memory(_OUTPUTS, ("residual_in", "shared_expert_output"))
     return _call(
@@ -153,6 +168,12 @@ def describe_moe_reduction(
     moe_allreduce_out: Any = None,
     residual_out: Any = None,
     norm_out: Any = None,
+    quant: str | None = None,
+    quant_out: Any = None,
+    scale_out: Any = None,
+    scale_factor: Any = None,
+    scale_layout: str | None = None,
+    scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
@@ -178,9 +199,10 @@ def describe_moe_reduction(
     check.array("moe_reduction_scale_input", moe_reduction_scale_input, (DType.FLOAT32,), None)
     check.shape("moe_reduction_scale_input", (num_experts, token_num), "[num_experts, token_num]")
     check.rows(moe_reduction_token_input=moe_reduction_token_input, residual_in=residual_in)
-    outputs = ("moe_allreduce_out", "residual_out", "norm_out")
+    outputs = ("moe_allreduce_out", "residual_out", "norm_out", *QUANTISED)
     check.rows(moe_allreduce_out=moe_allreduce_out, residual_out=residual_out, norm_out=norm_out)
-    check.gamma(rms_gamma, norm_out)
+    check.gamma(rms_gamma, norm_out, quant)
+    check.quantised(quant, quant_out, scale_out, scale_factor, scale_layout, scale_dtype)
     numbers = _numbers(check, 1.0, rms_eps, weight_bias)
     check.memory(outputs, ("residual_in", "moe_reduction_token_input"))
     names = {
@@ -205,6 +227,12 @@ def describe_allreduce(
     allreduce_out: Any = None,
     residual_out: Any = None,
     norm_out: Any = None,
+    quant: str | None = None,
+    quant_out: Any = None,
+    scale_out: Any = None,
+    scale_factor: Any = None,
+    scale_layout: str | None = None,
+    scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
@@ -220,7 +248,8 @@ def describe_allreduce(
     protocol = check.capacity("allreduce_in", use_oneshot)
     check.rows(residual_in=residual_in)
     check.rows(allreduce_out=allreduce_out, residual_out=residual_out, norm_out=norm_out)
-    check.gamma(rms_gamma, norm_out)
+    check.gamma(rms_gamma, norm_out, quant)
+    check.quantised(quant, quant_out, scale_out, scale_factor, scale_layout, scale_dtype)
     numbers = _numbers(check, 1.0, rms_eps, weight_bias)
     check.memory(_OUTPUTS, ("residual_in", "allreduce_in"))
     return _call(check, "allreduce", protocol, {}, 0, trigger_completion_at_end, *numbers)
@@ -298,6 +327,12 @@ def describe_allgather(
     allgather_out: Any = None,
     residual_out: Any = None,
     norm_out: Any = None,
+    quant: str | None = None,
+    quant_out: Any = None,
+    scale_out: Any = None,
+    scale_factor: Any = None,
+    scale_layout: str | None = None,
+    scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     trigger_completion_at_end: bool = True,
 ) -> Call:
@@ -314,6 +349,9 @@ def describe_allgather(
     token_num = -1
     if sized_by is not None:
         token_num, _ = check.leading(sized_by, given[sized_by], 2, "[token_num, hidden_dim]")
+    elif quant_out is not None:
+        sized_by = "quant_out"
+        token_num, _ = check.leading(sized_by, quant_out, 2, "[token_num, ...]", (DType.UINT8,))
     check.sizes(token_num, hidden_dim, "allgather_in")
     check.capacity(sized_by or "allgather_in")
     share = share_of(home.rank, home.world_size, check.token_num)
@@ -323,9 +361,10 @@ def describe_allgather(
             f"{home.world_size} owns of {token_num} tokens; got {(share_num, hidden_dim)}"
         )
     check.rows(residual_in=residual_in, **given)
-    check.gamma(rms_gamma, norm_out)
+    check.gamma(rms_gamma, norm_out, quant)
+    check.quantised(quant, quant_out, scale_out, scale_factor, scale_layout, scale_dtype)
     numbers = _numbers(check, 1.0, rms_eps, weight_bias)
-    check.memory(("allgather_out", "residual_out", "norm_out"), ("residual_in",))
+    check.memory(("allgather_out", "residual_out", "norm_out", *QUANTISED), ("residual_in",))
     names = {"allreduce_in": "allgather_in", "allreduce_out": "allgather_out"}
     return _call(check, "allgather", "allgather", names, 0, trigger_completion_at_end, *numbers)
 
@@ -410,6 +449,7 @@ def _call(
     views = check.views
     if not trigger_completion_at_end:
         check.flags |= Flag.TRIGGER_EARLY
+    names = {"scale_in": "scale_factor", **names}
     arguments = ((field, names.get(field, field)) for field in _POINTERS)
     return Call(
         operation=operation,
@@ -427,4 +467,6 @@ def _call(
         rms_eps=rms_eps,
         weight_bias=weight_bias,
         flags=check.flags,
+        quant=check.quant,
+        scale_factor=check.scale_factor,
     )

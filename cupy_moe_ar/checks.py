@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
 from .abi import MAX_ROW_BYTES, VECTOR_BYTES, Flag
 from .arrays import ArrayView, view
 from .errors import ArgumentError
+from .formats import Format, hidden_problem, parse_quant, scales_of
 from .plan import choose_oneshot
 from .types import DType
 
-__all__ = ["ACTIVATIONS", "Checker", "Home", "comm_dtype_of", "row_problem"]
+__all__ = ["ACTIVATIONS", "QUANTISED", "Checker", "Home", "comm_dtype_of", "row_problem"]
 
 ACTIVATIONS = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
+QUANTISED = ("quant_out", "scale_out")
 MAX_TOKENS = 2**30  # the kernels count in 32 bits, and sums of two row numbers too
 _UNTYPED = ("uint16", "uint32", "int16", "void16", "void32", "V2", "V4")
 
@@ -82,6 +85,8 @@ class Checker:
         hidden_dim: Elements of a row, likewise.
         views: The arrays that were given and have a right dtype, by argument name.
         flags: Bits for the kernel.
+        quant: Format of the quantised outputs, or None.
+        scale_factor: The scale that is given as a number; 1 where there is none.
     """
 
     def __init__(
@@ -93,6 +98,8 @@ class Checker:
         self.faults: list[str] = []
         self.views: dict[str, ArrayView] = {}
         self.flags = Flag(0)
+        self.quant: str | None = None
+        self.scale_factor = 1.0
         self.token_num = self.hidden_dim = 0
         self._sized = True
         self._alignments: dict[str, int] = {}
@@ -224,8 +231,13 @@ class Checker:
         home = self.home
         row_bytes = self.hidden_dim * self.comm_dtype.itemsize
         sent = self.token_num * row_bytes
-        if use_oneshot not in (None, True, False):
+        try:
+            known = use_oneshot in (None, True, False)
+        except ValueError:  # an array
+            known = False
+        if not known:
             self.fault(f"use_oneshot must be True, False or None; got {use_oneshot!r}")
+            use_oneshot = None
         if use_oneshot is None:
             use_oneshot = choose_oneshot(sent, home.world_size, home.oneshot_bytes)
         capacity = home.oneshot_bytes if use_oneshot else home.payload_bytes
@@ -240,15 +252,88 @@ class Checker:
 
     # ---- what several operations take ----------------------------------------------------------
 
-    def gamma(self, rms_gamma: Any, norm_out: Any) -> None:
-        """Check the weights of the norm."""
+    def gamma(self, rms_gamma: Any, norm_out: Any, quant: Any = None) -> None:
+        """Check the weights of the norm, which `quant` needs too."""
         if rms_gamma is not None:
             found = self.array("rms_gamma", rms_gamma, self.own_or_float)
             self.shape("rms_gamma", (self.hidden_dim,), "[hidden_dim]")
             if found is not None and found.dtype is DType.FLOAT32:
                 self.flags |= Flag.GAMMA_IS_FLOAT32
-        elif norm_out is not None:
-            self.fault("norm_out needs rms_gamma; got None")
+        elif norm_out is not None or quant is not None:
+            name = "quant" if norm_out is None else "norm_out"
+            self.fault(f"{name} needs rms_gamma; got None")
+
+    def quantised(
+        self,
+        quant: Any,
+        quant_out: Any,
+        scale_out: Any,
+        scale_factor: Any,
+        scale_layout: Any,
+        scale_dtype: Any,
+    ) -> None:
+        """Check all that has to do with quantised outputs."""
+        given = {"quant_out": quant_out, "scale_out": scale_out, "scale_factor": scale_factor,
+                 "scale_layout": scale_layout, "scale_dtype": scale_dtype}  # fmt: skip
+        if quant is None:
+            for name, value in given.items():
+                if value is not None:
+                    self.fault(f"{name} needs quant; got None")
+            return
+        try:
+            fmt = parse_quant(quant)
+            scales = scales_of(fmt, self.token_num, self.hidden_dim, scale_layout, scale_dtype)
+        except ValueError as error:
+            self.fault(str(error))
+            return
+        self.quant = fmt.name
+        problem = hidden_problem(fmt, self.hidden_dim)
+        if problem and self._sized:
+            self.fault(problem)
+        if scales.layout != "row_major":
+            self.flags |= Flag.SCALE_TILED
+        if scales.dtype == "ue8m0":
+            self.flags |= Flag.SCALE_IS_UE8M0
+        self._given_scale(fmt, scale_factor)
+        if quant_out is None:
+            self.fault(f"quant {fmt.name!r} needs quant_out; got None")
+        elif self._bytes("quant_out", quant_out, fmt.code_dtypes):
+            columns = self.hidden_dim * fmt.code_bits // 8
+            words = "hidden_dim" if fmt.code_bits == 8 else "hidden_dim / 2"
+            self.shape("quant_out", (self.token_num, columns), f"[token_num, {words}]")
+        if fmt.has_scales != (scale_out is not None):
+            needs = "needs" if fmt.has_scales else "makes no"
+            self.fault(f"quant {fmt.name!r} {needs} scale_out; got {_type_of(scale_out)}")
+        elif scale_out is not None:
+            found = self._bytes("scale_out", scale_out, scales.array_dtypes)
+            sized = self._sized and not problem
+            if sized and found is not None and found.nbytes != scales.nbytes:
+                self.fault(
+                    f"scale_out must have {scales.nbytes} bytes (scale_size), such as "
+                    f"{scales.shape} of {scales.array_dtypes[0]}; got {found.nbytes} bytes, "
+                    f"{found.shape} of {found.dtype_name}"
+                )
+
+    def _bytes(self, name: str, obj: Any, names: tuple[str, ...]) -> ArrayView | None:
+        """View an array whose element type has one of `names`; FP8 and FP4 count as bytes."""
+        known = [DType.UINT8 if name not in ("float32", "int32") else DType(name) for name in names]
+        found = self.array(name, obj, tuple(dict.fromkeys(known)))
+        if found is not None and found.dtype_name not in names:
+            self.fault(f"{name} must have dtype {' or '.join(names)}; got {found.dtype_name}")
+        return found
+
+    def _given_scale(self, fmt: Format, scale_factor: Any) -> None:
+        if fmt.needs_scale != (scale_factor is not None):
+            needs = "needs a" if fmt.needs_scale else "takes no"
+            self.fault(f"quant {fmt.name!r} {needs} scale_factor; got {_type_of(scale_factor)}")
+        elif isinstance(scale_factor, numbers.Real):
+            self.scale_factor = self.number("scale_factor", scale_factor)
+            if self.scale_factor < 2.0**-149:
+                self.fault(f"scale_factor must be positive as float32; got {scale_factor!r}")
+        elif scale_factor is not None:
+            found = self.array("scale_factor", scale_factor, (DType.FLOAT32,), None)
+            if found is not None and math.prod(found.shape) != 1:
+                self.fault(f"scale_factor must have one element; got shape {found.shape}")
 
     def number(self, name: str, value: Any, *, minimum: float | None = None) -> float:
         """Return a number that is finite as float32, which is what the kernel gets."""
@@ -256,6 +341,9 @@ class Checker:
             result = float(value)
         except (TypeError, ValueError):
             self.fault(f"{name} must be a number; got {value!r}")
+            return math.nan
+        except OverflowError:
+            self.fault(f"{name} must be finite; got an integer beyond float64")
             return math.nan
         if not abs(result) < 2.0**128 - 2.0**103 or (minimum is not None and result < minimum):
             at_least = "" if minimum is None else f" and at least {minimum:g}"
@@ -271,10 +359,11 @@ class Checker:
 
         Args:
             outputs: Names of what is written; at least one of them must be given.
-            in_place: What an output may be exactly; else it overlaps nothing.
+            in_place: What an output that is not quantised may be exactly; else it overlaps nothing.
         """
-        if not any(name in self.views for name in outputs):
-            given = outputs[0] if len(outputs) == 1 else f"at least one of {_list(outputs)}"
+        enough = tuple(name for name in outputs if name != "scale_out")
+        if not any(name in self.views for name in enough):
+            given = enough[0] if len(enough) == 1 else f"at least one of {_list(enough)}"
             self.fault(f"{given} must be given")
         if self.token_num > 0:
             used = {name: found for name, found in self.views.items() if 0 not in found.shape}
@@ -303,7 +392,7 @@ class Checker:
                 if other in outputs:
                     if i < j:
                         self.fault(f"{name} and {other} must not overlap")
-                elif other not in in_place:
+                elif other not in in_place or name in QUANTISED:
                     self.fault(f"{name} must not overlap {other}")
                 elif (first, end) != (other_first, other_end):
                     self.fault(f"{name} must be exactly {other} or not overlap it at all")
@@ -311,6 +400,10 @@ class Checker:
 
 def _list(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _type_of(obj: Any) -> str:
+    return "None" if obj is None else type(obj).__name__
 
 
 def _place(device: int) -> str:

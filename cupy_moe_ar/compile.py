@@ -6,7 +6,8 @@ rename, so a corrupt one is a miss too, and any number of processes may share a 
 
 Environment: `MOE_AR_CACHE_DIR` (default `~/.cache/cupy_moe_ar`), `MOE_AR_PREBUILT` (read-only
 folders filled by `prebuild`, searched first, keyed without the compiler's version), `CXX`, and
-`MOE_AR_SANITIZE` (`thread`, `address`, `undefined` or `address,undefined`; CPU builds only).
+`MOE_AR_SANITIZE` (`thread`, `address`, `undefined` or `address,undefined`; CPU builds only), and
+`MOE_AR_DELAYS` (`1`: test builds that heed `Params.delays`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CompileError
+from .formats import FORMATS
 from .plan import KERNELS
 from .types import DType
 
@@ -36,6 +38,7 @@ __all__ = [
     "CPU",
     "CUDA_TARGETS",
     "OPERATIONS",
+    "QUANTISING",
     "Variant",
     "cache_folder",
     "compile_all",
@@ -61,10 +64,14 @@ OPERATIONS = {
 }
 """Names of operations, and the protocols that each of them has."""
 
+QUANTISING = tuple(name for name in OPERATIONS if "reduce_scatter" not in name)
+"""Names of operations with quantised outputs: those that have a norm."""
+
 # config.cuh's numbers.
 _PRODUCERS = {"moe_finalize": 0, "moe_finalize_reduce_scatter": 0, "moe_reduction": 2}  # else 1
 _PROTOCOLS = {"oneshot": 0, "twoshot": 1, "reduce_scatter": 2, "allgather": 3}
 _DTYPES = {DType.BFLOAT16: 0, DType.FLOAT16: 1, DType.FLOAT32: 2}
+_QUANTS = [None, *FORMATS]
 # Bits are part of the contract: no contraction, no flush to zero, no approximate division.
 _NVRTC_FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 _CXX_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-fast-math")
@@ -85,6 +92,7 @@ class Variant:
         dtype: Element type of activations and outputs.
         comm_dtype: Element type that travels between ranks.
         world_size: Number of ranks.
+        quant: Format of the quantised outputs; None is without.
     """
 
     operation: str
@@ -92,6 +100,7 @@ class Variant:
     dtype: DType
     comm_dtype: DType
     world_size: int
+    quant: str | None = None
 
     @property
     def source(self) -> str:
@@ -110,7 +119,8 @@ class Variant:
         name = self.operation
         if not name.endswith(self.protocol):
             name += f"_{self.protocol}"
-        return f"{name}_{self.dtype.short}{wire}_w{self.world_size}"
+        quant = "" if self.quant is None else f"_{self.quant}"
+        return f"{name}_{self.dtype.short}{wire}_w{self.world_size}{quant}"
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -125,8 +135,10 @@ class Variant:
             "MOE_AR_PROTOCOL": str(_PROTOCOLS[self.protocol]),
             "MOE_AR_DTYPE": str(_DTYPES[self.dtype]),
             "MOE_AR_COMM_DTYPE": str(_DTYPES[self.comm_dtype]),
+            "MOE_AR_QUANT": str(_QUANTS.index(self.quant)),
             "MOE_AR_WORLD_SIZE": str(self.world_size),
             "MOE_AR_KERNEL_NAME": self.kernel_name,
+            "MOE_AR_DELAYS": "1" if os.environ.get("MOE_AR_DELAYS") == "1" else "0",
         }
 
 
@@ -248,7 +260,8 @@ def _cpu_build(variant: Variant | None) -> _Build:
     sanitize = os.environ.get("MOE_AR_SANITIZE", "")
     flags = (*_CXX_FLAGS, *_host_flags())
     if sanitize:
-        flags += (f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-g")
+        # -O1 hides fewer faults than -O2; both flags halve the time that it takes.
+        flags += (f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-O1", "-g1")
     target = "-".join(filter(None, (CPU, platform.machine(), *sanitize.split(","))))
     if variant is None:
         make = functools.partial(_run_cxx, "cpu/emulator.cpp", flags, ("-c",))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from . import abi
 from .compile import CPU, Variant, compile_all
@@ -26,29 +28,40 @@ class _LaunchConfig(ctypes.Structure):
         ("resident_clusters", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("watchdog_seconds", ctypes.c_double),
+        ("order", ctypes.c_void_p),
+        ("number", ctypes.c_uint64),
     )
 
 
+class _Order(ctypes.Structure):
+    # MoeArEmulatorOrder
+    _fields_ = (("triggered", ctypes.c_uint64), ("ended", ctypes.c_uint64))
+
+
 class CpuBackend:
-    """Runs launches of one rank. A launch returns when it is done.
+    """Runs launches of one rank. A launch returns when it is done, unless they may overlap.
 
     Attributes:
         seed: 0 runs threads in a fixed order; any other value picks a random interleaving.
         resident_clusters: Clusters that run side by side; 1 proves that one is enough to finish.
-        max_clusters: Clusters of a launch at most; by default a row each, since they run one after
-            the other. A small number makes each take several rows.
+        overlap: For tests. A programmatic launch begins once the one before it has triggered, and
+            returns once it has triggered itself; `synchronize` waits until it has ended.
     """
 
     name = "cpu"
     device = -1
     ranks_on_device = 1
     description = "CPU emulator"
-    max_clusters = 1 << 20
 
     def __init__(self) -> None:
         """Read `MOE_AR_CPU_SEED`, the seed of the thread interleaving (default 0)."""
         self.seed = int(os.environ.get("MOE_AR_CPU_SEED", "0"))
         self.resident_clusters = 1
+        self.overlap = False
+        self._order = _Order()
+        self._overlapping: list[Future[None]] = []  # all launches of the order so far
+        # A launch cannot trigger before the one before it has ended.
+        self._threads = ThreadPoolExecutor(2, "moe_ar-launch")
         self.locate()
         self._libraries: dict[Variant, ctypes.CDLL] = {}
         self._memory: ctypes.Array[ctypes.c_char] | None = None
@@ -123,6 +136,13 @@ class CpuBackend:
                 seed=self.seed,
                 watchdog_seconds=0.0,  # the kernel bounds its own waits
             )
+            if programmatic and self.overlap:
+                self._begin(launch, config)
+            else:
+                self.synchronize()
+                launch(config)
+
+        def launch(config: _LaunchConfig) -> None:
             status = library.moe_ar_emulator_launch(
                 kernel, ctypes.byref(params), ctypes.byref(config)
             )
@@ -131,6 +151,13 @@ class CpuBackend:
                 raise WorkspaceError(f"{variant.kernel_name} failed in the emulator: {words}")
 
         return run
+
+    def _begin(self, launch: Callable[[_LaunchConfig], None], config: _LaunchConfig) -> None:
+        config.number = len(self._overlapping)
+        config.order = ctypes.addressof(self._order)
+        self._overlapping.append(self._threads.submit(launch, config))
+        while self._order.triggered <= config.number and not self._overlapping[-1].done():
+            time.sleep(20e-6)
 
     def capturing(self, stream: int) -> bool:
         """There are no streams."""
@@ -144,8 +171,14 @@ class CpuBackend:
         """Nothing runs that could wait for a peer."""
 
     def synchronize(self) -> None:
-        """Nothing runs after a launch has returned."""
+        """Wait for launches that overlap; raises what failed in one."""
+        overlapping, self._overlapping = self._overlapping, []
+        wait(overlapping)
+        self._order = _Order()
+        for future in overlapping:
+            future.result()
 
     def close(self) -> None:
         """Drop the control block."""
+        self._threads.shutdown()
         self._memory = None

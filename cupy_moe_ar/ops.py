@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from .arrays import CPU, current_stream, stream_handle, view
+from .arrays import CPU, current_stream, identity, stream_handle
 from .call import (
     Call,
     describe_allgather,
@@ -54,6 +54,12 @@ def moe_finalize_allreduce_fusion(
     allreduce_out: Any = None,
     residual_out: Any = None,
     norm_out: Any = None,
+    quant: str | None = None,
+    quant_out: Any = None,
+    scale_out: Any = None,
+    scale_factor: Any = None,
+    scale_layout: str | None = None,
+    scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
@@ -97,7 +103,26 @@ def moe_finalize_allreduce_fusion(
         allreduce_out: T `[token_num, hidden_dim]`, written: the total.
         residual_out: T `[token_num, hidden_dim]`, written. May be `residual_in` itself.
         norm_out: T `[token_num, hidden_dim]`, written. Outputs may be None, but not all of them;
-            each may be exactly `residual_in` or `shared_expert_output`.
+            each but quantised ones may be exactly `residual_in` or `shared_expert_output`.
+        quant: Also writes what `norm_out` holds, or would hold, as codes; the format must have been
+            prepared. x is about code * scale, and in nvfp4 * `scale_factor`. Codes are rounded to
+            nearest and saturate; a NaN makes its block NaN (`codecs` has the arithmetic):
+            - "fp8_static": E4M3; the scale is `scale_factor`.
+            - "fp8_per_token_group": E4M3, a scale for 128 elements of a token.
+            - "nvfp4": E2M1, an E4M3 scale for 16 elements, and `scale_factor` for all.
+            - "mxfp8": E4M3, a UE8M0 scale (a power of two, rounded up) for 32 elements.
+            - "fp8_per_token": E4M3, a float32 scale for a token.
+        quant_out: uint8 or float8_e4m3fn `[token_num, hidden_dim]`, written; for nvfp4 uint8 or
+            float4_e2m1fn_x2 `[token_num, hidden_dim / 2]`, the first of two codes in the low half.
+        scale_out: Written, padding as zeros: any shape of `scale_size(...)` bytes. None for
+            fp8_static.
+        scale_factor: For fp8_static and nvfp4: a positive number, or a float32 array of one element
+            on the device, which is read at each launch.
+        scale_layout: nvfp4, mxfp8: "swizzled_128x4" (None: tiles as cuBLAS and CUTLASS take them)
+            or "linear" `[token_num, hidden_dim / block]`; fp8_per_token_group: "row_major" (None)
+            or "column_major" (as DeepGEMM takes it: float32 `[hidden_dim / 128, tokens]`, or UE8M0
+            packed into int32 `[hidden_dim / 512, tokens]`; tokens padded to a multiple of 4).
+        scale_dtype: fp8_per_token_group: "float32" (None) or "ue8m0".
         dtype: T, for arrays whose library has no name for it; None is the workspace's.
         comm_dtype: C: T or float32; None is the workspace's.
         use_oneshot: True: every rank sends its part of every token to every peer; False: to the
@@ -157,6 +182,12 @@ def moe_finalize_allreduce_fusion(
             "allreduce_out": allreduce_out,
             "residual_out": residual_out,
             "norm_out": norm_out,
+            "quant": quant,
+            "quant_out": quant_out,
+            "scale_out": scale_out,
+            "scale_factor": scale_factor,
+            "scale_layout": scale_layout,
+            "scale_dtype": scale_dtype,
             "dtype": dtype,
             "comm_dtype": comm_dtype,
             "use_oneshot": use_oneshot,
@@ -179,6 +210,12 @@ def allreduce_fusion(
     allreduce_out: Any = None,
     residual_out: Any = None,
     norm_out: Any = None,
+    quant: str | None = None,
+    quant_out: Any = None,
+    scale_out: Any = None,
+    scale_factor: Any = None,
+    scale_layout: str | None = None,
+    scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
@@ -210,7 +247,13 @@ def allreduce_fusion(
         allreduce_out: T `[token_num, hidden_dim]`, written: the total.
         residual_out: T `[token_num, hidden_dim]`, written.
         norm_out: T `[token_num, hidden_dim]`, written. Outputs may be None, but not all of them;
-            each may be exactly `allreduce_in` or `residual_in`.
+            each but quantised ones may be exactly `allreduce_in` or `residual_in`.
+        quant: As `moe_finalize_allreduce_fusion`, and so the next five.
+        quant_out: Codes, written.
+        scale_out: Scales, written.
+        scale_factor: A scale that is given.
+        scale_layout: Of `scale_out`.
+        scale_dtype: Of `scale_out`.
         dtype: T, for arrays whose library has no name for it; None is the workspace's.
         comm_dtype: C: T or float32; None is the workspace's.
         use_oneshot: As `moe_finalize_allreduce_fusion`.
@@ -251,6 +294,12 @@ def allreduce_fusion(
             "allreduce_out": allreduce_out,
             "residual_out": residual_out,
             "norm_out": norm_out,
+            "quant": quant,
+            "quant_out": quant_out,
+            "scale_out": scale_out,
+            "scale_factor": scale_factor,
+            "scale_layout": scale_layout,
+            "scale_dtype": scale_dtype,
             "dtype": dtype,
             "comm_dtype": comm_dtype,
             "use_oneshot": use_oneshot,
@@ -275,6 +324,12 @@ def moe_reduction_allreduce_fusion(
     moe_allreduce_out: Any = None,
     residual_out: Any = None,
     norm_out: Any = None,
+    quant: str | None = None,
+    quant_out: Any = None,
+    scale_out: Any = None,
+    scale_factor: Any = None,
+    scale_layout: str | None = None,
+    scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
@@ -311,7 +366,13 @@ def moe_reduction_allreduce_fusion(
         moe_allreduce_out: T `[token_num, hidden_dim]`, written: the total.
         residual_out: T `[token_num, hidden_dim]`, written.
         norm_out: T `[token_num, hidden_dim]`, written. Outputs may be None, but not all of them;
-            each may be exactly `residual_in` or `moe_reduction_token_input`.
+            each but quantised ones may be exactly `residual_in` or `moe_reduction_token_input`.
+        quant: As `moe_finalize_allreduce_fusion`, and so the next five.
+        quant_out: Codes, written.
+        scale_out: Scales, written.
+        scale_factor: A scale that is given.
+        scale_layout: Of `scale_out`.
+        scale_dtype: Of `scale_out`.
         dtype: T, for arrays whose library has no name for it; None is the workspace's.
         comm_dtype: C: T or float32; None is the workspace's.
         use_oneshot: As `moe_finalize_allreduce_fusion`.
@@ -358,6 +419,12 @@ def moe_reduction_allreduce_fusion(
             "moe_allreduce_out": moe_allreduce_out,
             "residual_out": residual_out,
             "norm_out": norm_out,
+            "quant": quant,
+            "quant_out": quant_out,
+            "scale_out": scale_out,
+            "scale_factor": scale_factor,
+            "scale_layout": scale_layout,
+            "scale_dtype": scale_dtype,
             "dtype": dtype,
             "comm_dtype": comm_dtype,
             "use_oneshot": use_oneshot,
@@ -541,6 +608,12 @@ def allgather_residual_rmsnorm(
     allgather_out: Any = None,
     residual_out: Any = None,
     norm_out: Any = None,
+    quant: str | None = None,
+    quant_out: Any = None,
+    scale_out: Any = None,
+    scale_factor: Any = None,
+    scale_layout: str | None = None,
+    scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     launch_with_pdl: bool = False,
     trigger_completion_at_end: bool = True,
@@ -562,7 +635,13 @@ def allgather_residual_rmsnorm(
         allgather_out: T `[token_num, hidden_dim]`, written: the rows of all ranks.
         residual_out: T `[token_num, hidden_dim]`, written: rows + residual_in.
         norm_out: T `[token_num, hidden_dim]`, written: the norm of residual_out. Outputs may be
-            None, but not all of them; each may be exactly `residual_in`.
+            None, but not all of them; each but quantised ones may be exactly `residual_in`.
+        quant: As `moe_finalize_allreduce_fusion`, and so the next five.
+        quant_out: Codes, written.
+        scale_out: Scales, written.
+        scale_factor: A scale that is given.
+        scale_layout: Of `scale_out`.
+        scale_dtype: Of `scale_out`.
         dtype: T, for arrays whose library has no name for it; None is the workspace's.
         launch_with_pdl: As `moe_finalize_allreduce_fusion`, and so the next three.
         trigger_completion_at_end: When the next kernel may start.
@@ -602,6 +681,12 @@ def allgather_residual_rmsnorm(
             "allgather_out": allgather_out,
             "residual_out": residual_out,
             "norm_out": norm_out,
+            "quant": quant,
+            "quant_out": quant_out,
+            "scale_out": scale_out,
+            "scale_factor": scale_factor,
+            "scale_layout": scale_layout,
+            "scale_dtype": scale_dtype,
             "dtype": dtype,
             "trigger_completion_at_end": trigger_completion_at_end,
         },
@@ -738,8 +823,7 @@ def _identity(argument: Any) -> Any:
     """Return what of an argument a checked call depends on."""
     if argument.__class__ in _PLAIN:
         return argument
-    found = view(argument)
-    return found[:3] + found[4:6] + found[8:]
+    return identity(argument)
 
 
 def _agreed(workspace: Workspace, function: str, describe: Callable[[], Call]) -> Call:

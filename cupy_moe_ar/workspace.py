@@ -16,10 +16,11 @@ import numpy as np
 from . import abi, cuda_backend
 from .call import Call
 from .checks import ACTIVATIONS, Home, comm_dtype_of, row_problem
-from .compile import OPERATIONS, Variant
+from .compile import OPERATIONS, QUANTISING, Variant
 from .cpu_backend import CpuBackend
 from .cuda_backend import CudaBackend
 from .errors import ArgumentError, PeerTimeoutError, UnsupportedError, WorkspaceError
+from .formats import parse_quant
 from .group import Group, as_group, host_identity, meet, run_threads, staged
 from .plan import KernelLimits, LaunchShape, RowPlan, crossover_bytes, plan_rows, share_of
 from .sharing import why_slow
@@ -101,6 +102,7 @@ class Workspace:
         comm_dtype: DType | str | None = None,
         max_oneshot_token_num: int | None = None,
         operations: Iterable[str] | None = None,
+        quant: str | Iterable[str] | None = None,
         device: int | None = None,
         backend: str | None = None,
         timeout_s: float | None = 600.0,
@@ -119,11 +121,13 @@ class Workspace:
             dtype: bfloat16, float16 or float32: the activations.
             comm_dtype: What travels: None (the activation dtype) or float32.
             max_oneshot_token_num: Most tokens of a call that one-shot serves; it takes memory for
-                `world_size` times as many, two-shot for twice as many as it has. None is all of
-                `max_token_num`; 0 is none.
+                `world_size` times as many, two-shot for twice as many as it has. None is what
+                one-shot serves unasked (`plan.crossover_bytes`), or more where that costs no more
+                memory; 0 is none.
             operations: Names of the operations to prepare: `moe_finalize`, `moe_reduction`,
                 `allreduce`, `moe_finalize_reduce_scatter`, `reduce_scatter`, `allgather`; None is
                 all of them. `prepare` adds others.
+            quant: Names of formats of quantised outputs to prepare them for, besides none.
             device: CUDA ordinal; None takes the thread's current device or, where the thread has
                 none yet, the local rank modulo the number of visible devices.
             backend: "cuda", "cpu", or "auto": "cuda" where every rank sees a device, else "cpu".
@@ -165,6 +169,9 @@ class Workspace:
                 "max_oneshot_token_num must be None or an integer in 0..max_token_num; "
                 f"got {max_oneshot_token_num!r}"
             )
+        formats, format_fault = _formats(quant)
+        if format_fault:
+            faults.append(format_fault)
         if not 1 <= self.world_size <= abi.MAX_RANKS:
             faults.append(f"comm must have 1 to {abi.MAX_RANKS} ranks; got {self.world_size}")
         source = "MOE_AR_BACKEND" if backend is None else "backend"
@@ -176,7 +183,7 @@ class Workspace:
         if timeout_fault:
             faults.append(timeout_fault)
         same = (int(max_token_num) if not faults else max_token_num, hidden_dim, str(dtype),
-                str(comm_dtype), max_oneshot_token_num, backend, timeout_s, sm_margin,
+                str(comm_dtype), max_oneshot_token_num, formats, backend, timeout_s, sm_margin,
                 _source_digest())  # fmt: skip
         _agree(group, "Workspace", faults, same)
         self._same = same
@@ -218,7 +225,10 @@ class Workspace:
         )
         self._unusable = ""
         try:
-            self.prepare(operations=operations)
+            names = None if operations is None else tuple(operations)
+            self.prepare(operations=names)
+            if formats:
+                self.prepare(operations=names, quant=formats)
         except BaseException:
             self.close()
             raise
@@ -373,6 +383,7 @@ class Workspace:
         dtype: DType | str | None = None,
         comm_dtype: DType | str | None = None,
         operations: Iterable[str] | None = None,
+        quant: str | Iterable[str] | None = None,
     ) -> None:
         """Compile, load and warm up operations for a dtype, for every shape; collective.
 
@@ -383,6 +394,8 @@ class Workspace:
             dtype: Activation dtype; None is the workspace's.
             comm_dtype: Wire dtype; None is the workspace's, or else `dtype`.
             operations: Names of operations, as the constructor's.
+            quant: Names of formats of quantised outputs, for those of the operations that have a
+                norm; None is for calls without.
 
         Raises:
             ArgumentError: An argument is wrong.
@@ -400,10 +413,15 @@ class Workspace:
             unknown = [name for name in names if name not in OPERATIONS]
             if unknown:
                 raise ValueError(f"operations must be among {tuple(OPERATIONS)}; got {unknown}")
+            formats, format_fault = _formats(quant)
+            if format_fault:
+                raise ValueError(format_fault)
             variants = tuple(
                 Variant(name, protocol, activation, travels_as(protocol, activation, wire),
-                        self.world_size)
-                for name in names for protocol in OPERATIONS[name]
+                        self.world_size, fmt)
+                for fmt in (formats or (None,))
+                for name in names if fmt is None or name in QUANTISING
+                for protocol in OPERATIONS[name]
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             faults.append(str(error))
@@ -586,13 +604,23 @@ class Workspace:
         if call.token_num == 0:
             return Launch(self, lambda stream: None)
         variant = Variant(
-            call.operation, call.protocol, call.dtype, call.comm_dtype, self.world_size
+            call.operation,
+            call.protocol,
+            call.dtype,
+            call.comm_dtype,
+            self.world_size,
+            call.quant,
         )
         if variant not in self._limits:
+            wanted = f"dtype='{call.dtype.value}', comm_dtype='{call.comm_dtype.value}'"
+            besides = ""
+            if call.quant is not None:
+                wanted += f", quant='{call.quant}'"
+                besides = f" and quant {call.quant}"
             raise WorkspaceError(
                 f"{call.operation} is not prepared for dtype {call.dtype.value} with comm_dtype "
-                f"{call.comm_dtype.value}; call workspace.prepare(dtype='{call.dtype.value}', "
-                f"comm_dtype='{call.comm_dtype.value}') on every rank first"
+                f"{call.comm_dtype.value}{besides}; call workspace.prepare({wanted}) on every rank "
+                "first"
             )
         try:
             plan = self.plan_rows(variant, call.token_num, call.row_vectors, launch_shape)
@@ -745,6 +773,15 @@ def _oneshot_bytes(
 def travels_as(protocol: str, dtype: DType, comm_dtype: DType) -> DType:
     """Return the wire dtype of a protocol: a total that has been rounded needs no more."""
     return dtype if protocol == "allgather" else comm_dtype
+
+
+def _formats(quant: str | Iterable[str] | None) -> tuple[tuple[str, ...], str | None]:
+    """Return names of formats and what is wrong with them."""
+    try:
+        names = (quant,) if isinstance(quant, str) else tuple(quant or ())
+        return tuple(dict.fromkeys(parse_quant(name).name for name in names)), None
+    except (TypeError, ValueError) as error:
+        return (), str(error)
 
 
 def _timeout(timeout_s: float | None) -> tuple[float, str | None]:

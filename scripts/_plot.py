@@ -17,7 +17,7 @@ _LINES = (  # column, label, style
     ("memory_us", "memory limit", {"color": "0.5", "linestyle": "--"}),
 )
 _LIMITS = ("link_us", "memory_us")
-_PANEL = ("op", "protocol", "world", "hidden", "top_k", "dtype", "comm_dtype", "preset")
+_PANEL = ("op", "protocol", "world", "hidden", "top_k", "dtype", "comm_dtype", "preset", "quant")
 
 
 def plot(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
@@ -54,7 +54,7 @@ def plot(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
         axis.set_title(
             (f"{named['preset']}: " if named["preset"] else "")
             + f"hidden {named['hidden']}, top-{named['top_k']}, {named['world']} ranks, "
-            f"{named['dtype']}{wire}",
+            f"{named['dtype']}{wire}" + (f", {named['quant']}" if named["quant"] else ""),
             fontsize=9,
         )
         axis.set_xscale("log", base=2)

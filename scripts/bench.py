@@ -40,15 +40,18 @@ from cupy_moe_ar import (
     DType,
     LaunchShape,
     Workspace,
+    codecs,
     reference,
 )
 from cupy_moe_ar.checks import comm_dtype_of
 from cupy_moe_ar.compile import Variant
+from cupy_moe_ar.formats import FORMATS, scales_of
 from cupy_moe_ar.group import Group
 from cupy_moe_ar.plan import launch_shapes
 
 OUTPUTS = ("residual_out", "norm_out")
 MOST_JUDGED = 300  # tokens
+GIVEN_SCALE = 0.01
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -74,6 +77,10 @@ def arguments() -> argparse.ArgumentParser:
     more.add_argument("--baselines", action="store_true", help="what users would run instead")
     more.add_argument("--host", action="store_true", help="host time of a call")
     more.add_argument("--shapes", action="store_true", help="every launch that the planner knows")
+    more.add_argument(
+        "--quant", choices=FORMATS, nargs="+", metavar="FORMAT", default=[],
+        help="quantised outputs, a row each: " + ", ".join(FORMATS),
+    )  # fmt: skip
     how = parser.add_argument_group("how")
     how.add_argument("--in-process", type=positive, metavar="RANKS", help="ranks as threads")
     how.add_argument("--no-pdl", action="store_true", help="without programmatic launch")
@@ -127,7 +134,18 @@ class Bench:
             self.nccl.close()
 
     def run(self, case: Case, preset: str | None) -> bool:
-        """Measure a case and add its row; return whether its outputs are sound."""
+        """Measure a case and add its rows; return whether its outputs are sound."""
+        plain = self._run(case, preset, None, None)
+        rows = [
+            plain,
+            *(self._run(case, preset, quant, plain["us"]) for quant in self.options.quant),
+        ]
+        return all(row["sound"] for row in rows)
+
+    def _run(
+        self, case: Case, preset: str | None, quant: str | None, plain_us: float | None
+    ) -> Row:
+        """Measure one launch and add its row; return it, and whether its outputs are sound."""
         rank, options, operation = self.rank, self.options, self.operation
         inputs = operation.inputs(case, rank.index)
         common = common_inputs(case)
@@ -136,6 +154,9 @@ class Bench:
         poison = np.full((case.tokens, case.model.hidden), np.nan, self.np_dtype)
         outputs = {name: rank.put(poison) for name in OUTPUTS}
         sample = {**arrays, **outputs, **operation.options(case)}
+        quantised = {name: rank.put(x) for name, x in quantised_outputs(case, quant).items()}
+        scale = GIVEN_SCALE if quant is not None and FORMATS[quant].needs_scale else None
+        sample |= {"quant": quant, **quantised, "scale_factor": scale}
         sample["use_oneshot"] = PROTOCOLS[options.protocol]
         home = self.workspace.home("bench")
         protocol = operation.describe(home, **sample, dtype=case.dtype).protocol
@@ -164,8 +185,9 @@ class Bench:
             "tokens": case.tokens,
             "dtype": case.dtype.value,
             "comm_dtype": case.comm_dtype.value,
-            "quant": None,
+            "quant": quant,
             "us": us,
+            "us_over_plain": us / plain_us if plain_us else None,
             "floor_us": None,
             "ar_fusion_us": None,
             "nccl_us": None,
@@ -182,25 +204,28 @@ class Bench:
             "preset": preset,
             "pdl": not options.no_pdl,
         }
-        if self.floors:
+        if quant is not None:
+            row["quant_exact"] = self._exact(quant, scale, outputs["norm_out"], quantised)
+            equal = equal and row["quant_exact"]
+        if self.floors and quant is None:
             row["floor_us"] = self.floors.exchange_us(case.message_bytes)
             row["empty_us"] = self.floors.empty_us
             read = operation.bytes_read(case)
             row["link_us"] = self.floors.link_us(case, protocol)
             row["memory_us"] = self.floors.memory_us(case, read, len(OUTPUTS), protocol)
-        if self.kernels and options.op == "moe_finalize":
+        if self.kernels and quant is None and options.op == "moe_finalize":
             theirs = [rank.put(poison) for _ in OUTPUTS]
             row["ar_fusion_us"] = ar_fusion_us(
                 rank, self.kernels, self.workspace, case, arrays, *theirs
             )
-        if self.nccl and options.op != "moe_reduction":
+        if self.nccl and quant is None and options.op != "moe_reduction":
             by_nccl = {name: rank.put(poison) for name in OUTPUTS}
             row["nccl_us"] = self.nccl.time_us(case, arrays, **by_nccl)
             their_errors, _, _ = self._judge(case, inputs, common, by_nccl)
             row["nccl_residual_mean_abs_error"] = their_errors["residual_out"][0]
         if options.host:
-            row |= self._host(case, call, sample, protocol)
-        shapes = self._shapes(case, call, protocol) if options.shapes else []
+            row |= self._host(case, call, sample, protocol, quant)
+        shapes = self._shapes(case, call, protocol, quant) if options.shapes else []
         if shapes:
             row["shapes"] = shapes
         row |= self.log.facts
@@ -210,7 +235,17 @@ class Bench:
         if shapes:
             self.log.say(shape_table(shapes))
         sound = equal and bool(np.isfinite([worst for _, worst in errors.values()]).all())
-        return all(rank.group.allgather(sound))
+        return {**row, "sound": all(rank.group.allgather(sound))}
+
+    def _exact(self, quant: str, given: float | None, norm_out: Any, quantised: Row) -> bool:
+        """Whether the quantised outputs are, bit for bit, what the norm asks for."""
+        norm = self.rank.get(norm_out, self.np_dtype)
+        found = [self.rank.get(array, np.dtype(np.uint8)) for array in quantised.values()]
+        expected = codecs.quantize(norm, quant, scale_factor=given)
+        return all(
+            a.tobytes() == b.tobytes()
+            for a, b in zip(found, [x for x in expected if x is not None], strict=True)
+        )
 
     def _judge(
         self, case: Case, inputs: Row, common: Row, outputs: Row
@@ -237,9 +272,11 @@ class Bench:
         errors, floor = rank.group.bcast(told)
         return errors, floor, equal
 
-    def _shapes(self, case: Case, call: Callable[[LaunchShape], None], protocol: str) -> list[Row]:
+    def _shapes(
+        self, case: Case, call: Callable[[LaunchShape], None], protocol: str, quant: str | None
+    ) -> list[Row]:
         vectors = case.row_bytes // 16
-        variant = self._variant(case, protocol)
+        variant = self._variant(case, protocol, quant)
         plan_of = functools.partial(self.workspace.plan_rows, variant, case.tokens, vectors)
         chosen = plan_of().shape
         found = []
@@ -261,10 +298,13 @@ class Bench:
             )
         return found
 
-    def _variant(self, case: Case, protocol: str) -> Variant:
-        return Variant(self.options.op, protocol, case.dtype, case.comm_dtype, self.rank.size)
+    def _variant(self, case: Case, protocol: str, quant: str | None) -> Variant:
+        dtypes = case.dtype, case.comm_dtype
+        return Variant(self.options.op, protocol, *dtypes, self.rank.size, quant)
 
-    def _host(self, case: Case, call: Callable[[], None], sample: Row, protocol: str) -> Row:
+    def _host(
+        self, case: Case, call: Callable[[], None], sample: Row, protocol: str, quant: str | None
+    ) -> Row:
         """Time the host: the call, its checks, and the driver's launch alone."""
         rank, workspace = self.rank, self.workspace
         backend: Any = workspace._backend
@@ -288,7 +328,7 @@ class Bench:
             stream=rank.stream,
         )
         told["host_plan_us"] = rank.host_us(planned.run)
-        variant = self._variant(case, protocol)
+        variant = self._variant(case, protocol, quant)
         plan = workspace.plan_rows(variant, case.tokens, case.row_bytes // 16)
         launcher = backend.launcher(variant, plan, not self.options.no_pdl)
         # The arguments of the last launch are still in place.
@@ -296,6 +336,20 @@ class Bench:
         config, addresses = launcher.config, launcher._arguments_address
         told["host_launch_us"] = rank.host_us(lambda: bare(config, function, addresses, 0))
         return told
+
+
+def quantised_outputs(case: Case, quant: str | None) -> Row:
+    """Make the outputs of a format, filled with what no kernel writes."""
+    if quant is None:
+        return {}
+    fmt = FORMATS[quant]
+    tokens, hidden = case.tokens, case.model.hidden
+    outputs: Row = {"quant_out": np.full((tokens, hidden * fmt.code_bits // 8), 0xFF, np.uint8)}
+    if fmt.has_scales:
+        scales = scales_of(fmt, tokens, hidden)
+        raw = np.full(scales.nbytes, 0xFF, np.uint8)
+        outputs["scale_out"] = raw.view(scales.array_dtypes[0]).reshape(scales.shape)
+    return outputs
 
 
 def models(options: argparse.Namespace) -> dict[str | None, list[Preset]]:
@@ -329,6 +383,7 @@ def bench(group: Group, options: argparse.Namespace) -> int:
         dtype=dtype,
         comm_dtype=comm_dtype,
         operations=sorted(operations),
+        quant=options.quant,
         backend=backend,
         timeout_s=60.0,
     )

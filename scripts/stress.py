@@ -6,8 +6,13 @@
 
 Shapes, operations, dtypes, options and launch shapes are random, and ranks come late at random.
 Payloads are small integers that depend on the launch's number, so that sums are exact and a stale
-word is seen; many are -0.0. On the CPU backend threads run in random order. On GPUs launches are
-queued in bunches, and CUDA graphs of 20 launches and of 1 are replayed 50 and 5,000 times.
+word is seen; many are -0.0. Launches are queued in bunches. On the CPU backend threads run in
+random order, and programmatic launches overlap. On GPUs CUDA graphs of 20 launches and of 1 are
+replayed 50 and 5,000 times, and `--repeats` launches (100,000) are drawn from a pool of 64 with
+different payloads and compared on the device with the bits that were found right before, so that
+the queue never runs dry. With `--delays` the kernels are a test build that waits, on random ranks,
+before a push, between push and poll, before a restore, before the epoch advances and before its
+end.
 
 With `--kill` that rank kills itself at a random moment. Every other rank must raise in time, name
 it, close, and get right results in a new workspace of those that are left.
@@ -65,6 +70,8 @@ DTYPES = {  # name -> activations, wire
 }
 OUTPUTS = ("allreduce_out", "residual_out", "norm_out")
 GRAPHS = ((20, 50), (1, 5000))  # launches of a graph, replays
+POOL = 64  # launches that are repeated in random order
+QUEUED = 256  # of them between two waits for the device
 BLOCK = 32  # launches between two looks at the clock, which ranks must agree on
 SLACK_S = 2.0  # that raising may take beyond the bound
 NORM_ULPS = {DType.BFLOAT16: 1, DType.FLOAT16: 1, DType.FLOAT32: 8}
@@ -83,6 +90,7 @@ class Options:
         operations: Names of `FUNCTIONS`.
         dtypes: Names of `DTYPES`.
         timeout_s: The workspace's.
+        repeats: On GPUs, launches that are compared on the device.
     """
 
     seed: int
@@ -92,6 +100,7 @@ class Options:
     operations: tuple[str, ...] = tuple(FUNCTIONS)
     dtypes: tuple[str, ...] = tuple(DTYPES)
     timeout_s: float = 30.0
+    repeats: int = 100_000
 
     def generator(self, *key: int) -> np.random.Generator:
         """Return random numbers for a key."""
@@ -322,6 +331,46 @@ class Trial:
         return None
 
 
+class Comparison:
+    """Compares what trials write, launch by launch, without waiting for a GPU."""
+
+    def __init__(self, rank: Rank, trials: Sequence[Trial], launches: int) -> None:
+        """Take what the trials hold now as right."""
+        self._rank = rank
+        self._right: dict[Trial, list[tuple[Any, Any]]] = {}
+        for trial in trials:
+            bits = [x.reshape(-1).view(f"u{x.itemsize}") for x in trial.outputs.values()]
+            self._right[trial] = [(out, out.copy()) for out in bits]
+        if rank.on_gpu:
+            import cupy
+
+            self._count = cupy.zeros(launches, cupy.uint32)
+            self._kernel = cupy.ElementwiseKernel(
+                "raw T right, T poison, int64 launch",
+                "raw T out, raw uint32 count",
+                "if (out[i] != right[i]) atomicAdd(&count[launch], 1u); out[i] = poison;",
+                "stress_compare",
+            )
+        else:
+            self._count = np.zeros(launches, np.uint32)
+
+    def check(self, launch: int, trial: Trial) -> None:
+        """Count wrong elements of a launch, and fill the outputs with NaN for the next."""
+        for out, right in self._right[trial]:
+            poison = out.dtype.type(np.iinfo(out.dtype).max)
+            if self._rank.on_gpu:
+                self._kernel(right, poison, launch, out, self._count, size=out.size)
+            else:
+                trial.workspace._backend.synchronize()
+                self._count[launch] += np.count_nonzero(out != right)
+                out[...] = poison
+
+    def wrong(self) -> list[int]:
+        """Return the launches with wrong elements."""
+        count = self._count.get() if self._rank.on_gpu else self._count
+        return [int(launch) for launch in np.flatnonzero(count)]
+
+
 # ---- one rank ------------------------------------------------------------------------------------
 
 
@@ -355,17 +404,20 @@ class Stress:
                 if not all(self.group.allgather(go_on)):
                     break
             if rank.on_gpu and all(self.group.allgather(not self.result.failures)):
-                for launches, replays in GRAPHS:
-                    if self.timed_out:
-                        break
-                    graph, trials = self._capture(rank, workspace, launches)
-                    for _ in range(replays):
-                        if not self._replay(rank, workspace, graph, trials):
-                            break
+                self._on_gpu(rank, workspace)
             self.group.barrier()
         if self.timed_out:
             self.result.failures[self.number] = self.timed_out
         return self.result
+
+    def _on_gpu(self, rank: Rank, workspace: Workspace) -> None:
+        for launches, replays in GRAPHS:
+            graph, trials = self._capture(rank, workspace, launches)
+            for _ in range(replays):
+                if not self._replay(rank, workspace, graph, trials):
+                    return
+        if self.options.repeats and all(self.group.allgather(not self.result.failures)):
+            self._repeat(rank, workspace)
 
     def _workspace(self) -> Workspace:
         options = self.options
@@ -401,7 +453,7 @@ class Stress:
         if options.launches is not None:
             count = min(count, options.launches - self.number)
         while count > 0:
-            bunch = min(count, 1 + self.number % 8 if rank.on_gpu else 1)
+            bunch = min(count, 1 + self.number % 8)
             numbers = range(self.number, self.number + bunch)
             trials = [
                 Trial(rank, workspace, options, Spec.draw(options, self.sizes, number))
@@ -414,7 +466,7 @@ class Stress:
                 for trial in trials:
                     self._delay(rank, workspace, trial.number)
                     trial.launch()
-                rank.synchronize()
+                workspace._backend.synchronize()
                 workspace.check()
             except PeerTimeoutError as error:
                 self.timed_out = str(error)
@@ -440,6 +492,11 @@ class Stress:
         if isinstance(backend, CpuBackend):
             backend.seed = int(rng.integers(1, 2**31))
             backend.resident_clusters = int(rng.choice([1, 1, 2]))
+            backend.overlap = bool(rng.random() < 0.7)
+        if rng.random() < 0.5:  # points and microseconds; heeded by a test build only
+            workspace._params.delays = int(rng.integers(32)) | int(rng.choice([5, 20, 200])) << 8
+        else:
+            workspace._params.delays = 0
 
     def _capture(
         self, rank: Rank, workspace: Workspace, launches: int
@@ -449,7 +506,9 @@ class Stress:
             Trial(rank, workspace, self.options, Spec.draw(self.options, self.sizes, 0, index))
             for index in range(launches)
         ]
-        for trial in trials:  # once before the capture, which also settles the launch shape
+        for index, trial in enumerate(trials):
+            # Once before the capture, which also settles the launch shape, and delays.
+            self._delay(rank, workspace, index)
             trial.load(0)
             trial.launch()
         rank.meet()
@@ -469,7 +528,7 @@ class Stress:
             trial.load(number)
         self._delay(rank, workspace, self.number)
         graph.launch(rank.stream)
-        rank.synchronize()
+        workspace._backend.synchronize()
         try:
             workspace.check()
         except PeerTimeoutError as error:
@@ -477,6 +536,50 @@ class Stress:
             return False
         self._judge(trials)
         return True
+
+    def _repeat(self, rank: Rank, workspace: Workspace) -> None:
+        """Launch at random from a pool, comparing bits on the device."""
+        options = self.options
+        trials: list[Trial] = []
+        key = 0
+        while len(trials) < POOL:
+            key += 1
+            spec = Spec.draw(options, self.sizes, 1, key)
+            if not spec.in_place:  # its input is gone after a launch
+                trials.append(Trial(rank, workspace, options, spec))
+        for number, trial in enumerate(trials, self.number):
+            trial.load(number)
+        for trial in trials:
+            rank.meet()
+            trial.launch()
+        rank.meet()
+        self._judge(trials)
+        if not all(self.group.allgather(not self.result.failures)):
+            return
+        comparison = Comparison(rank, trials, options.repeats + 1)
+        for trial in trials:  # compiles, which nobody may do while a peer waits
+            comparison.check(options.repeats, trial)
+        rank.meet()
+        order = options.generator(5).integers(POOL, size=options.repeats).tolist()
+        for launch, index in enumerate(order):
+            if launch % QUEUED == 0:
+                rank.synchronize()
+                self._delay(rank, workspace, self.number + launch)
+                if workspace._backend.record.valid:
+                    break
+            trials[index].launch()
+            comparison.check(launch, trials[index])
+        rank.synchronize()
+        try:
+            workspace.check()
+        except PeerTimeoutError as error:
+            self.timed_out = str(error)
+            return
+        for launch in comparison.wrong():
+            which = trials[order[launch]].spec if launch < options.repeats else "one of the pool"
+            self.result.failures[self.number + launch] = f"bits changed; {which}"
+        self.number += options.repeats
+        self.result.launches = self.number
 
     # ---- a killed rank ---------------------------------------------------------------------------
 
@@ -552,6 +655,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, help="default: 10 without --launches")
     parser.add_argument("--seed", type=int, help="default: a new one; it is printed")
     parser.add_argument("--kill", type=int, metavar="RANK", help="only with --ranks")
+    parser.add_argument("--repeats", type=int, default=100_000, help="on GPUs; default: 100,000")
+    parser.add_argument("--delays", action="store_true", help="also inside the kernels")
     parser.add_argument("--operations", nargs="+", choices=FUNCTIONS, default=list(FUNCTIONS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     return parser
@@ -563,6 +668,8 @@ def main() -> None:
     given = parse(parser)
     if given.kill is not None and not 0 <= given.kill < (given.ranks or 0):
         parser.error("--kill must name one of the ranks that --ranks starts")
+    if given.delays:
+        os.environ["MOE_AR_DELAYS"] = "1"  # before anything is compiled, and for spawned ranks
     seconds = given.seconds
     if seconds is None and given.launches is None:
         seconds = 10.0
@@ -574,6 +681,7 @@ def main() -> None:
         operations=tuple(given.operations),
         dtypes=tuple(given.dtypes),
         timeout_s=30.0 if given.kill is None else 2.0,
+        repeats=given.repeats,
     )
     if given.ranks is None:
         start(lambda group: _on_mpi(group, options), None)

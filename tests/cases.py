@@ -51,7 +51,7 @@ from cupy_moe_ar.testing import run_ranks
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 OUTPUTS = ("allreduce_out", "residual_out", "norm_out")
 TIMEOUT_S = 20.0  # whoever waits longer for a peer has found a bug
-GUARD_BYTES = 256
+GUARD_BYTES = 4096
 # As mpirun tells it (Open MPI, MPICH and Intel MPI, PMIx), so that MPI need not be imported; None
 # outside mpirun.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -621,6 +621,7 @@ def launch(
     outputs: Mapping[str, tuple[int, ...] | str],
     *,
     dtype: DType,
+    dtypes: Mapping[str, Any] | None = None,
     launches: bool = True,
     **options: Any,
 ) -> dict[str, Array]:
@@ -632,6 +633,7 @@ def launch(
     Args:
         outputs: By name the shape, or the input whose array it shares.
         dtype: Of the outputs.
+        dtypes: NumPy's, of those that are of another one.
         launches: False where there is nothing to do.
         options: More arguments of the operation.
     """
@@ -641,7 +643,7 @@ def launch(
         if isinstance(place, str):
             written[name] = buffers[place]
             continue
-        poison = np.full(place, np.nan, ref.numpy_dtype(dtype))
+        poison = np.empty(place, (dtypes or {}).get(name, ref.numpy_dtype(dtype)))
         bits(poison)[...] = -1 % 2 ** (8 * poison.itemsize)  # a NaN that no kernel writes
         written[name] = rank.put(poison)
     before = control(workspace).launches
@@ -682,10 +684,12 @@ def see_saw(
     return results
 
 
-def usable_shapes(workspace: Workspace, case: Case, protocol: str = "oneshot") -> list[LaunchShape]:
+def usable_shapes(
+    workspace: Workspace, case: Case, protocol: str = "oneshot", quant: str | None = None
+) -> list[LaunchShape]:
     """Every launch shape that serves the case here."""
     wire = case.comm_dtype or case.dtype
-    variant = Variant(case.operation, protocol, case.dtype, wire, workspace.world_size)
+    variant = Variant(case.operation, protocol, case.dtype, wire, workspace.world_size, quant)
     tokens, hidden_dim = case.shape
     vectors = hidden_dim * case.dtype.itemsize // 16
     shapes = []

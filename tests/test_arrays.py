@@ -23,7 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_moe_ar import ArgumentError, Workspace, allreduce_fusion
-from cupy_moe_ar.arrays import CPU, ArrayView, current_stream, overlap, stream_handle, view
+from cupy_moe_ar.arrays import (
+    CPU,
+    ArrayView,
+    current_stream,
+    identity,
+    overlap,
+    stream_handle,
+    view,
+)
 from cupy_moe_ar.group import ThreadGroup
 from cupy_moe_ar.types import DType
 
@@ -301,6 +309,25 @@ def test_cupy_array() -> None:
     expected = ArrayView(0x7F00_0000_1000, (4, 64), (256, 2), BF16, 3, False, "cupy", 2, "bfloat16")
     assert view(array) == expected
     assert not expected.contiguous
+
+
+def test_identity_tells_calls_apart() -> None:
+    """Whatever a checked call depends on; the same array, and another object like it, do not."""
+    given: dict[str, Any] = {
+        "ptr": 4096,
+        "shape": (4, 64),
+        "strides": (128, 2),
+        "dtype": np.dtype(np.float16),
+        "device": 0,
+    }
+    other = {"ptr": 8192, "shape": (2, 64), "strides": (256, 2), "dtype": np.dtype(np.uint16)}
+    known = identity(cupy_array(*given.values()))
+    assert {identity(cupy_array(*given.values())): 1}[known] == 1
+    for name, value in other.items():
+        assert identity(cupy_array(*{**given, name: value}.values())) != known
+    rows = np.zeros((4, 64), np.float16)
+    assert identity(rows) == identity(rows[:]) != identity(rows[:2])
+    assert identity(rows) != identity(rows.view(np.uint16))
 
 
 def test_cupy_subclass_of_another_package() -> None:

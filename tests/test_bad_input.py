@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[Mutation, list[str]]] = {
                        ["norm_out must not overlap allreduce_in"]),
     # what is missing, too much or no number
     "no outputs": (value(allreduce_out=None, residual_out=None, norm_out=None),
-                   ["at least one of allreduce_out, residual_out and norm_out"]),
+                   ["at least one of allreduce_out, residual_out, norm_out and quant_out"]),
     "no gamma": (value(rms_gamma=None), ["norm_out needs rms_gamma"]),
     "capacity": (sized(TOKENS + 1, HIDDEN, TOP_K), ["5 tokens", "capacity", "(4 such tokens)"]),
     "factor": (value(routed_scaling_factor=float("nan")), ["routed_scaling_factor", "nan"]),
@@ -201,6 +201,9 @@ FAULTS: dict[str, tuple[Mutation, list[str]]] = {
     "eps nan": (value(rms_eps=float("nan")), ["rms_eps must be finite", "nan"]),
     "bias": (value(weight_bias=float("inf")), ["weight_bias must be finite", "inf"]),
     "factor too large": (value(routed_scaling_factor=1e39), ["routed_scaling_factor", "1e+39"]),
+    "factor too long": (value(routed_scaling_factor=10**400),
+                        ["routed_scaling_factor must be finite", "beyond float64"]),
+    "oneshot": (value(use_oneshot=np.ones(2)), ["use_oneshot must be True, False or None"]),
     "stream": (value(stream="fast"), ["stream", "fast" if backend() == "cpu" else "str"]),
     "shape": (value(launch_shape=LaunchShape(16, 32, "rows")),
               ["launch_shape must be one of", "LaunchShape(cluster_blocks=16"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import BF16, F16, F32, filled
@@ -23,6 +24,8 @@ from cupy_moe_ar.checks import Home
 
 TOKENS, HIDDEN, EXPERTS = 5, 64, 3
 ROW = HIDDEN * 2
+MEMORY = np.zeros(512, np.uint8)
+F8 = ml_dtypes.float8_e4m3fn
 HOME = Home(CPU, BF16, None, 1, 2, TOKENS * ROW, 4 * ROW)  # one-shot: four tokens
 Arguments = dict[str, Any]
 
@@ -59,12 +62,42 @@ def gather() -> Arguments:
     return {"allgather_in": rows(2, HIDDEN), "allgather_out": rows(), **rest}
 
 
+def octets(*shape: int, dtype: Any = np.uint8) -> Any:
+    return np.zeros(shape, dtype)
+
+
+def mxfp8() -> Arguments:
+    return {**allreduce(), "quant": "mxfp8", "quant_out": octets(TOKENS, HIDDEN),
+            "scale_out": octets(512)}  # fmt: skip
+
+
+def nvfp4() -> Arguments:
+    return {**reduction(), "quant": "nvfp4", "quant_out": octets(TOKENS, HIDDEN // 2),
+            "scale_out": octets(512), "scale_factor": 0.5}  # fmt: skip
+
+
+def static() -> Arguments:
+    return {**gather(), "quant": "fp8_static", "quant_out": octets(TOKENS, HIDDEN),
+            "scale_factor": 0.5}  # fmt: skip
+
+
+def groups() -> Arguments:
+    """Of rows of 128 elements, packed."""
+    return {"allreduce_in": rows(2, 128), "rms_gamma": rows(128), "quant": "fp8_per_token_group",
+            "quant_out": octets(2, 128), "scale_out": octets(1, 4, dtype=np.int32),
+            "scale_layout": "column_major", "scale_dtype": "ue8m0"}  # fmt: skip
+
+
 DESCRIBE: dict[Callable[[], Arguments], Callable[..., Call]] = {
     allreduce: describe_allreduce,
     reduction: describe_moe_reduction,
     scatter: describe_reduce_scatter,
     finalize_scatter: describe_moe_finalize_reduce_scatter,
     gather: describe_allgather,
+    mxfp8: describe_allreduce,
+    nvfp4: describe_moe_reduction,
+    static: describe_allgather,
+    groups: describe_allreduce,
 }
 
 Change = Arguments | Callable[[Arguments], Arguments]
@@ -100,6 +133,40 @@ FAULTS: list[tuple[Callable[[], Arguments], Change, str]] = [
     (gather, {"allgather_in": rows(3, HIDDEN)}, r"the 2 rows that rank 1 of 2 owns of 5 tokens"),
     (gather, {"allgather_out": None, "residual_out": None, "norm_out": None}, "at least one of"),
     (gather, {"residual_in": rows(3, HIDDEN)}, "residual_in must have shape"),
+    (mxfp8, {"quant": "fp4"}, "None or one of fp8_static, fp8_per_token_group, nvfp4, mxfp8, "),
+    (mxfp8, {"quant": None}, "quant_out needs quant; got None"),
+    (mxfp8, {"quant_out": None}, "quant 'mxfp8' needs quant_out; got None"),
+    (mxfp8, {"scale_out": None}, "quant 'mxfp8' needs scale_out; got None"),
+    (mxfp8, {"scale_factor": 1.0}, "quant 'mxfp8' takes no scale_factor; got float"),
+    (mxfp8, {"scale_layout": "swizzled_8x4"}, "must be 'swizzled_128x4' or 'linear' .*8x4'"),
+    (mxfp8, {"scale_dtype": "float32"}, "scale_dtype must be None for quant 'mxfp8'"),
+    (mxfp8, {"scale_layout": "linear"}, r"must have 10 bytes .*\(5, 2\) of uint8; got 512 bytes"),
+    (mxfp8, {"scale_out": octets(511)}, r"must have 512 bytes .*\(128, 4\) of .*; got 511 bytes"),
+    (mxfp8, {"scale_out": octets(128, dtype=F8)}, "uint8 or float8_e8m0fnu; got float8_e4m3fn"),
+    (mxfp8, {"scale_out": octets(128, dtype=np.float32)}, "must have dtype uint8; got float32"),
+    (mxfp8, {"quant_out": octets(TOKENS, HIDDEN // 2)}, r"\(5, 64\); got \(5, 32\)"),
+    (mxfp8, {"quant_out": octets(TOKENS, HIDDEN, dtype=ml_dtypes.float8_e5m2)},
+     "quant_out must have dtype uint8 or float8_e4m3fn; got float8_e5m2"),
+    (mxfp8, {"norm_out": None, "rms_gamma": None}, "quant needs rms_gamma; got None"),
+    (mxfp8, {"quant_out": MEMORY[:320].reshape(TOKENS, HIDDEN), "scale_out": MEMORY},
+     "quant_out and scale_out must not overlap"),
+    (mxfp8, {"allreduce_in": rows(TOKENS, 48), "residual_in": None, "residual_out": None,
+             "norm_out": None, "rms_gamma": rows(48)}, "hidden_dim must be a multiple of 32"),
+    (nvfp4, {"quant_out": octets(TOKENS, HIDDEN)}, r"hidden_dim / 2\] = \(5, 32\); got \(5, 64"),
+    (nvfp4, {"quant_out": octets(TOKENS, HIDDEN // 2, dtype=F8)}, "uint8 or float4_e2m1fn_x2; got"),
+    (nvfp4, {"scale_factor": None}, "quant 'nvfp4' needs a scale_factor; got None"),
+    (nvfp4, {"scale_factor": 0.0}, "scale_factor must be positive as float32; got 0.0"),
+    (nvfp4, {"scale_factor": 1e-60}, "scale_factor must be positive as float32; got 1e-60"),
+    (nvfp4, {"scale_factor": float("inf")}, "scale_factor must be finite; got inf"),
+    (nvfp4, {"scale_factor": "two"}, "scale_factor: expected a NumPy"),
+    (nvfp4, {"scale_factor": octets(2, dtype=np.float32)}, r"have one element; got shape \(2,"),
+    (nvfp4, {"scale_factor": octets(1, dtype=np.float64)}, "scale_factor must have dtype float32"),
+    (static, {"scale_out": octets(4)}, "quant 'fp8_static' makes no scale_out; got ndarray"),
+    (static, {"quant_out": octets(4, HIDDEN)}, r"quant_out must have shape .*\(5, 64\); got \(4,"),
+    (groups, {"scale_layout": "linear"}, "must be 'row_major' or 'column_major'"),
+    (groups, {"scale_dtype": "e4m3"}, "scale_dtype must be 'float32' or 'ue8m0'"),
+    (groups, {"scale_dtype": None}, r"scale_out must have dtype float32; got int32"),
+    (groups, {"scale_layout": None}, "scale_out must have dtype uint8; got int32"),
 ]  # fmt: skip
 
 
@@ -111,6 +178,39 @@ def test_fault(make: Callable[[], Arguments], change: Change, words: str) -> Non
         DESCRIBE[make](HOME, **arguments)
     assert caught.value.function in str(caught.value)
     DESCRIBE[make](HOME, **make())
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (mxfp8, {"quant_out": octets(TOKENS, HIDDEN, dtype=F8)}),
+        (mxfp8, {"scale_out": octets(128, 4, dtype=ml_dtypes.float8_e8m0fnu)}),
+        (mxfp8, {"allreduce_out": None, "residual_out": None, "norm_out": None}),
+        (nvfp4, {"scale_out": octets(512, dtype=F8)}),
+        (nvfp4, {"scale_factor": octets(1, dtype=np.float32)}),
+        (nvfp4, {"scale_factor": np.float32(2)}),
+        (static, {"scale_factor": octets(dtype=np.float32)}),
+        (static, {"allgather_out": None, "residual_out": None, "norm_out": None}),
+        (groups, {"scale_out": octets(16)}),
+        (groups, {"scale_dtype": None, "scale_out": octets(1, 4, dtype=np.float32)}),
+    ],
+)
+def test_quantised_outputs_may_be(make: Callable[[], Arguments], change: Arguments) -> None:
+    call = DESCRIBE[make](HOME, **{**make(), **change})
+    addresses = dict(call.addresses)
+    assert call.quant is not None
+    assert addresses["quant_out"]
+    assert bool(addresses["scale_out"]) == (make is not static)
+    assert bool(addresses["scale_in"]) == isinstance(change.get("scale_factor"), np.ndarray)
+
+
+def test_scales_are_never_in_place() -> None:
+    """Not even where they have just the bytes of what another output may be written to."""
+    given = {name: x if name == "rms_gamma" else x[:4] for name, x in allreduce().items()}
+    given |= {"quant": "mxfp8", "quant_out": octets(4, HIDDEN)}
+    assert given["residual_in"].nbytes == 512
+    with pytest.raises(ArgumentError, match="scale_out must not overlap residual_in"):
+        describe_allreduce(HOME, **given, scale_out=given["residual_in"].view(np.uint8))
 
 
 def in_place(output: str, other: str) -> Change:

@@ -149,13 +149,18 @@ def test_variant_has_a_readable_name_and_its_macros():
     half = Variant("moe_finalize_reduce_scatter", "reduce_scatter", F32, F32, 2)
     assert half.kernel_name == "moe_finalize_reduce_scatter_f32_w2"
     assert half.source == "twoshot.cu"
+    quantised = Variant("allgather", "allgather", BF16, BF16, 2, "nvfp4")
+    assert quantised.kernel_name == "allgather_bf16_w2_nvfp4"
+    assert quantised.defines["MOE_AR_QUANT"] == "3"
     assert wide.defines == {
         "MOE_AR_PRODUCER": "0",
         "MOE_AR_PROTOCOL": "0",
         "MOE_AR_DTYPE": "1",
         "MOE_AR_COMM_DTYPE": "2",
+        "MOE_AR_QUANT": "0",
         "MOE_AR_WORLD_SIZE": "16",
         "MOE_AR_KERNEL_NAME": wide.kernel_name,
+        "MOE_AR_DELAYS": "0",
     }
 
 
@@ -407,6 +412,27 @@ def test_resources_tell_spills(toy: Path):
     assert stack["spills"] > 0
 
 
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("arch", "quant", "converts"),
+    [
+        ("sm_80", "fp8_static", False),
+        (ARCH, "fp8_static", True),
+        (ARCH, "nvfp4", False),
+        *((arch, "nvfp4", True) for arch in ("sm_100a", "sm_103a", "sm_120a")),
+        (ARCH, "mxfp8", False),
+        ("sm_100a", "mxfp8", True),
+    ],
+)
+def test_codes_are_converted_by_the_hardware_that_can(
+    cache: Path, arch: str, quant: str, converts: bool
+):
+    one = Variant("allreduce", "oneshot", BF16, BF16, 2, quant)
+    instruction = {"fp8_static": b"e4m3x2.f32", "nvfp4": b"e2m1x2.f32", "mxfp8": b"ue8m0x2.f32"}
+    ptx = compile_cuda(one, arch).read_bytes()  # -lineinfo keeps the PTX in the cubin
+    assert (b".satfinite." + instruction[quant] in ptx) == converts
+
+
 # Each operation and protocol, where registers are short: many ranks, wide wires.
 CROWDED = [
     variant(BF16, BF16, 2),
@@ -423,6 +449,10 @@ CROWDED = [
     Variant("allreduce", "twoshot", BF16, BF16, 16),
     Variant("reduce_scatter", "reduce_scatter", F32, F32, 2),
     Variant("allgather", "allgather", BF16, BF16, 8),
+    Variant("moe_finalize", "twoshot", BF16, F32, 2, "fp8_per_token"),
+    Variant("moe_reduction", "twoshot", F16, F32, 4, "fp8_per_token_group"),
+    Variant("allreduce", "oneshot", F16, F32, 8, "nvfp4"),
+    Variant("allgather", "allgather", BF16, BF16, 8, "mxfp8"),
 ]
 
 

@@ -16,10 +16,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cupy_moe_ar import codecs
+from cupy_moe_ar.cpu_backend import _LaunchConfig
+
 ROOT = Path(__file__).parents[1]
 SOURCES = (
     "cuda_src/cpu/emulator.cpp",
-    *(f"tests/cpu/{name}" for name in ("kernels.cu", "row_sums.cu", "self_test.cpp")),
+    *(
+        f"tests/cpu/{name}"
+        for name in ("kernels.cu", "row_sums.cu", "quotients.cu", "self_test.cpp")
+    ),
 )
 INCLUDES = (f"-I{ROOT}/cuda_src/cpu", f"-I{ROOT}/cuda_src")
 FLAGS = ("-std=c++20", "-O2", "-g", "-fPIC", "-pthread", "-ffp-contract=off")
@@ -169,6 +175,8 @@ MISUSES = {
     "kPlaceBeyondCluster": "block 2 of a cluster of 2",
     "kPlaceOutside": "is not in the cluster's shared memory",
     "kTwoTypes": "block_shared of two types in one block",
+    "kShuffleBeyondMembers": "shfl_xor_u32 of lane 1 with lane 3 among 0x3",
+    "kShuffleOfStranger": "shfl_xor_u32 of lane 1 with lane 0 among 0xc",
 }
 
 
@@ -214,7 +222,7 @@ def test_a_store_to_a_block_that_has_not_started_is_named(faulty):
         (r"row_ >> 1 & 1", "0", "row_sums", "data race"),  # one parity for all rows
         (r"ptx::warp_sync\(\)", "(void)0", "row_sums", "data race"),
         (r"ptx::block_sync\(\)", "(void)0", "row_sums_of_blocks", "data race"),
-        (r"groups \* 4\)", "groups * 4 + 4)", "row_sums", "deadlock"),
+        (r"groups \* kGroupBytes", "groups * kGroupBytes + 4", "row_sums", "deadlock"),
         (r"ptx::tx_barrier_init\(ready_ \+[^;]*\);", "", "row_sums", MISUSES["kNoInit"]),
         (r"ptx::cluster_arrive_relaxed\(\)", "(void)0", "row_sums", "without an arrive"),
     ],
@@ -257,14 +265,12 @@ def test_address_sanitizer_reports_overruns(built, planted, words):
     assert f"AddressSanitizer: {words}" in done.stderr
 
 
-class LaunchConfig(ctypes.Structure):
+class QuotientParams(ctypes.Structure):
     _fields_ = (
-        ("grid_blocks", ctypes.c_uint32),
-        ("block_threads", ctypes.c_uint32),
-        ("cluster_blocks", ctypes.c_uint32),
-        ("resident_clusters", ctypes.c_uint32),
-        ("seed", ctypes.c_uint64),
-        ("watchdog_seconds", ctypes.c_double),
+        ("x", ctypes.c_void_p),
+        ("divisor", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("count", ctypes.c_uint32),
     )
 
 
@@ -278,26 +284,35 @@ class ConvertParams(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def convert(built):
-    """Return convert(what, input, count): the uint32 words that `count` threads give."""
+def launch(built):
+    """Return launch(kernel's name, parameters)."""
     library = ctypes.CDLL(str(built("library")))
     library.moe_ar_emulator_error.restype = ctypes.c_char_p
 
-    def launch(what: int, array: np.ndarray, count: int) -> np.ndarray:
+    def run_kernel(name: str, params: ctypes.Structure) -> None:
+        config = _LaunchConfig(4, 128, 1, 0, 0, 10.0)
+        kernel = library[name]
+        status = library.moe_ar_emulator_launch(kernel, ctypes.byref(params), ctypes.byref(config))
+        assert status == 0, library.moe_ar_emulator_error()
+
+    return run_kernel
+
+
+@pytest.fixture(scope="module")
+def convert(launch):
+    """Return convert(what, input, count): the uint32 words that `count` threads give."""
+
+    def convert(what: int, array: np.ndarray, count: int) -> np.ndarray:
         array = np.ascontiguousarray(array)
         output = np.empty(count, np.uint32)
-        params = ConvertParams(array.ctypes.data, output.ctypes.data, count, what)
-        config = LaunchConfig(4, 128, 1, 0, 0, 10.0)
-        status = library.moe_ar_emulator_launch(
-            library.convert, ctypes.byref(params), ctypes.byref(config)
-        )
-        assert status == 0, library.moe_ar_emulator_error()
+        launch("convert", ConvertParams(array.ctypes.data, output.ctypes.data, count, what))
         return output
 
-    return launch
+    return convert
 
 
 ALL_HALVES = np.arange(1 << 16, dtype=np.uint16)
+BFLOAT16 = ml_dtypes.bfloat16
 QUIET = {"over": "ignore", "under": "ignore", "invalid": "ignore"}
 
 
@@ -375,3 +390,83 @@ def test_aarch64(tmp_path: Path) -> None:
         command = [qemu, str(program), "clean", seed]
         done = subprocess.run(command, env=libraries, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- codes of quantised outputs ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def floats() -> np.ndarray:
+    """Every bfloat16 and float16 value, what lies around ties of E4M3 and E2M1, and others."""
+    codes = [codecs.decode_e4m3(np.arange(127)), codecs.decode_e2m1(np.arange(8))]
+    middles = np.concatenate([(values[1:] + values[:-1]) / np.float32(2) for values in codes])
+    powers = np.ldexp(np.float32(1), np.arange(-149, 128)).astype(np.float32)
+    beside = [np.nextafter(x, np.float32(to)) for x in (middles, powers) for to in (0, np.inf)]
+    with np.errstate(**QUIET):
+        halves = [ALL_HALVES.view(dtype).astype(np.float32) for dtype in (np.half, BFLOAT16)]
+    words = np.random.default_rng(2).integers(0, 1 << 32, 1 << 17, dtype=np.uint32)
+    x = np.concatenate([middles, powers, *beside])
+    every = np.concatenate([x, -x, *halves, words.view(np.float32)])
+    return every[: len(every) // 4 * 4]
+
+
+def test_e4m3_codes(convert, floats):
+    got = convert(7, np.stack([floats, floats[::-1]], axis=1), len(floats))
+    expected = codecs.encode_e4m3(floats)
+    np.testing.assert_array_equal(got & 0xFF, expected)
+    np.testing.assert_array_equal(got >> 8, expected[::-1])
+
+
+def test_e2m1_codes(convert, floats):
+    got = convert(8, floats, len(floats) // 4)
+    nibbles = [got >> 4 * i & 15 for i in range(4)]
+    np.testing.assert_array_equal(np.stack(nibbles, axis=1).reshape(-1), codecs.encode_e2m1(floats))
+    assert (got >> 16 == 0).all()
+
+
+def test_ue8m0_codes(convert, floats):
+    x = np.abs(floats)
+    np.testing.assert_array_equal(convert(9, x, len(x)), codecs.encode_ue8m0(x))
+
+
+def test_every_e4m3_code_has_its_value(convert):
+    codes = np.arange(256, dtype=np.uint32)
+    expected = codecs.decode_e4m3(codes).view(np.uint32)
+    expected[[127, 255]] = 0x7FFFFFFF
+    np.testing.assert_array_equal(convert(10, codes | 0xABCD00, 256), expected)
+
+
+def test_codes_of_quotients_are_those_of_true_division(launch, floats):
+    """Divisors of all sizes for all values, then quotients next to ties.
+
+    The last group has those that a single correction could get wrong: it is right unless a quotient
+    is within 3 * 2**-24 ulp of half an ulp beside a tie, and a tie has five bits. That takes a
+    divisor whose 24 bits are a multiple of 2**20, more or less at most 6.
+    """
+    rng = np.random.default_rng(3)
+    divisors = rng.integers(0, 1 << 32, len(floats), dtype=np.uint32).view(np.float32)
+    mild = np.exp2(rng.uniform(-12, 12, len(floats))).astype(np.float32)
+    ties = floats[: len(floats) // 8]
+    ties = np.tile(ties[np.abs(ties) < 1e3], 64)
+    near = np.exp2(rng.uniform(-100, 100, len(ties))).astype(np.float32)
+    edges = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38, 2**-90, 2**90])
+    x = [floats, floats, *[ties * near * np.float32(1 + k * 2**-23) for k in (-1, 0, 1)]]
+    d = [divisors, mild, near, near, near]
+    x.append(np.tile(floats[:: len(floats) // 2000], len(edges)))
+    d.append(np.repeat(edges, len(x[-1]) // len(edges)))
+    near_multiples = (np.arange(32, 65)[:, None] * 2**18 + np.arange(-64, 65)).reshape(-1)
+    ties = np.concatenate([np.arange(1, 16) * 2.0**-10, np.arange(17, 32, 2) * 2.0**-4])
+    narrow = np.repeat(near_multiples.astype(np.float32), len(ties)) * np.float32(2**-23)
+    exact = narrow.astype(np.float64) * np.tile(ties, len(near_multiples))
+    for ulps in range(-2, 3):
+        x.append((exact.astype(np.float32).view(np.int32) + ulps).view(np.float32))
+        d.append(narrow)
+    values, divisor = np.concatenate(x), np.concatenate(d)
+    output = np.empty(len(values), np.uint32)
+    addresses = (a.ctypes.data for a in (values, divisor, output))
+    launch("quotients", QuotientParams(*addresses, len(values)))
+    with np.errstate(divide="ignore", **QUIET):
+        quotient = values / divisor
+    usable = (divisor != 0) & ~np.isinf(divisor)
+    codes = codecs.encode_e4m3(quotient) | codecs.encode_e2m1(quotient).astype(np.uint32) << 8
+    np.testing.assert_array_equal(output, np.where(usable, codes, 0))

@@ -17,9 +17,10 @@ from cupy_moe_ar.types import DType
 PACKAGE = Path(cupy_moe_ar.__file__).parent
 # Each module imports only what stands before it.
 ORDER = [
-    "errors", "types", "arrays", "abi", "plan", "reference", "checks", "call", "group", "sharing",
-    "compile", "launch", "symmetric", "cuda_backend", "cpu_backend", "workspace", "ops", "__init__",
-    "testing", "terminal", "info", "selfcheck", "__main__",
+    "errors", "types", "formats", "arrays", "abi", "plan", "codecs", "reference", "checks", "call",
+    "group", "sharing", "compile", "launch", "symmetric", "cuda_backend", "cpu_backend",
+    "workspace", "ops", "__init__", "testing", "terminal", "info", "selfcheck",
+    "__main__",
 ]  # fmt: skip
 TOOLS = {"selfcheck", "__main__"}
 MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
@@ -29,6 +30,10 @@ RESERVED: dict[str, set[str]] = {
     "cuda": {"compile", "launch", "symmetric"},
     "mpi4py": {"group"},
     "torch": set(),
+}
+# The modules that may import a library at once; the core imports none of them.
+INTEGRATIONS = {
+    path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("integrations/*.py")
 }
 KERNELS = sorted([*sources().glob("*.cu"), *sources().glob("moe_ar/*.cuh")])
 MACROS = Variant("moe_finalize", "oneshot", DType.BFLOAT16, DType.BFLOAT16, 2).defines
@@ -58,6 +63,9 @@ def test_imports_point_one_way() -> None:
     for i, module in enumerate(ORDER):
         assert imported_by(module) <= set(ORDER[:i]), module
         assert module in TOOLS or "reference" not in imported_by(module), "not for users' calls"
+        assert "codecs" not in imported_by(module) or module in (*TOOLS, "__init__"), (
+            "nor for a launch"
+        )
 
 
 @pytest.mark.parametrize("library", RESERVED)
@@ -69,6 +77,19 @@ def test_libraries_have_few_importers(library: str) -> None:
         assert library not in at_import, module
 
 
+def test_the_core_imports_no_integration() -> None:
+    for module, tree in MODULES.items():
+        names = imports(*ast.walk(tree))
+        assert not any(name.startswith("cupy_moe_ar.integrations") for name in names), module
+
+
+@pytest.mark.parametrize("module", INTEGRATIONS)
+def test_integrations_import_only_their_library(module: str) -> None:
+    libraries = {"__init__": set(), "torch": {"torch"}, "flashinfer": {"torch"}}[module]
+    found = {name.split(".")[0] for name in imports(*ast.walk(INTEGRATIONS[module]))}
+    assert found - sys.stdlib_module_names <= {"cupy_moe_ar", *libraries}
+
+
 def test_importing_the_package_is_light() -> None:
     heavy = ("cupy", "cuda.bindings", "mpi4py", "torch", "cupy_moe_ar.reference")
     code = f"import sys, cupy_moe_ar; print([m for m in {heavy} if m in sys.modules])"
@@ -78,7 +99,7 @@ def test_importing_the_package_is_light() -> None:
 
 
 def test_only_the_command_line_prints() -> None:
-    for module, tree in MODULES.items():
+    for module, tree in (*MODULES.items(), *INTEGRATIONS.items()):
         if module == "__main__":
             continue
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -1,7 +1,7 @@
 """Does the stress test notice a broken protocol? Each control plants one fault into the sources.
 
-The kernels are compiled from a copy that also sleeps at random before a push, between push and
-poll, between poll and restore, and before the epoch advances: without a fault they still pass.
+The kernels are a test build whose ranks are late at random before a push, between push and poll,
+before a restore, before the epoch advances and at the end: without a fault they still pass.
 """
 
 from __future__ import annotations
@@ -27,22 +27,6 @@ pytestmark = pytest.mark.skipif(backend() != "cpu", reason="plants faults for th
 LAMPORT = "moe_ar/lamport.cuh"
 Edits = Sequence[tuple[str, str, str]]  # file, what stands there, what shall
 
-DELAY = """
-#include <unistd.h>
-inline void test_delay() {
-  static unsigned calls = 0;
-  const unsigned x = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED) * 2654435761u;
-  if (x >> 26 == 0) usleep(x >> 16 & 511);
-}
-namespace moe_ar {
-"""
-DELAYS: Edits = [
-    (LAMPORT, "\nnamespace moe_ar {\n", DELAY),
-    (LAMPORT, "if (broken_ != 0) return;\n", "if (broken_ != 0) return;\n    test_delay();\n"),
-    (LAMPORT, "u64 since = 0;\n", "u64 since = 0;\n    test_delay();\n"),
-    (LAMPORT, "if (!missing) return;", "if (!missing) { test_delay(); return; }"),
-    (LAMPORT, "ptx::block_sync();\n", "test_delay();\n    ptx::block_sync();\n"),
-]
 FAULTS: dict[str, Edits] = {
     "one epoch only": [(LAMPORT, "(epoch_ != 0 ? p_.epoch_bytes : 0)", "0")],
     "no restore": [
@@ -59,6 +43,11 @@ FAULTS: dict[str, Edits] = {
          "empty = holds_empty_word(payload.v[0]);"),
     ],
     "epochs of absent blocks stay": [(LAMPORT, "b < kMaxGridBlocks;", "b < step;")],
+    "push before the grid dependency wait": [
+        *((source, "  ptx::pdl_wait();\n", "") for source in ("oneshot.cu", "twoshot.cu")),
+        *((source, "session.advance();\n", "ptx::pdl_wait(); session.advance();\n")
+          for source in ("oneshot.cu", "twoshot.cu")),
+    ],
 }  # fmt: skip
 
 
@@ -74,12 +63,13 @@ def run(
     """Stress kernels with these edits."""
     root = folder / "cuda_src"
     shutil.copytree(compiling.sources(), root)
-    for name, old, new in [*DELAYS, *edits]:
+    for name, old, new in edits:
         text = (root / name).read_text()
-        assert text.count(old) == 1, f"{name} no longer has {old!r} once: adapt this test"
+        assert text.count(old) == (3 if name.endswith(".cu") else 1), f"adapt this test: {old!r}"
         (root / name).write_text(text.replace(old, new))
     monkeypatch.setattr(compiling, "sources", lambda: root)
     monkeypatch.setenv("MOE_AR_BACKEND", "cpu")
+    monkeypatch.setenv("MOE_AR_DELAYS", "1")
     options = stress.Options(
         seed=5, launches=launches, operations=("allreduce",), dtypes=(wire,), timeout_s=1.0
     )
@@ -106,6 +96,7 @@ def test_delays_alone_harm_nothing(
         ("last word not polled", 2, "bfloat16"),
         ("tail not polled", 2, "bfloat16/float32"),
         ("epochs of absent blocks stay", 2, "bfloat16"),
+        ("push before the grid dependency wait", 2, "bfloat16"),
     ],
 )
 def test_planted_fault_is_noticed(

@@ -309,6 +309,19 @@ def test_bench_runs_every_operation_and_protocol(
         assert sum(shape["chosen"] for shape in row["shapes"]) == 1
 
 
+def test_bench_measures_quantised_outputs_beside_plain_ones(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = (sys.executable, SCRIPTS / "bench.py", out, "--in-process", 2, "--replays", 1)
+    run(*command, *SMALL, "--quant", "nvfp4", "fp8_static", "--shapes", "--host")
+    rows = json.loads(out.read_text())
+    assert [row["quant"] for row in rows] == [None, "nvfp4", "fp8_static"] * 2
+    for plain, *quantised in (rows[:3], rows[3:]):
+        for row in quantised:
+            assert row["quant_exact"]
+            assert row["us_over_plain"] == pytest.approx(row["us"] / plain["us"], rel=1e-3)
+            assert set(ROW_KEYS) <= set(row)
+
+
 @pytest.mark.parametrize("more", [("--hidden", "512"), ("--top-k", "4")])
 def test_presets_have_sizes_of_their_own(more: tuple[str, str]) -> None:
     options = bench.arguments().parse_args(["x.json", "--preset", "glm-5", *more])

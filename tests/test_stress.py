@@ -124,3 +124,37 @@ def test_replays_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         return state
 
     run_ranks(2, body)
+
+
+def test_repeats_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs do without a wait in between; a launch that is lost is told by its number."""
+    monkeypatch.setenv("MOE_AR_BACKEND", "cpu")
+    options = stress.Options(
+        seed=5, operations=("allreduce",), dtypes=("bfloat16",), timeout_s=5.0, repeats=60
+    )
+    calls = dict.fromkeys(range(2), 0)
+
+    def body(group: ThreadGroup) -> stress.Result:
+        state = stress.Stress(group, options)
+        me = group.Get_rank()
+        with state._workspace() as workspace:
+            rank = stress.Rank(group, workspace)
+            state._repeat(rank, workspace)
+            assert (state.result.launches, state.result.failures) == (stress.POOL + 60, {})
+            group.barrier()
+            original = stress.Trial.launch
+
+            def lossy(trial: stress.Trial) -> None:
+                calls[trial.rank.index] += 1
+                if calls[trial.rank.index] != stress.POOL + 11:
+                    original(trial)
+
+            if me == 0:
+                monkeypatch.setattr(stress.Trial, "launch", lossy)
+            group.barrier()
+            state._repeat(rank, workspace)
+            group.barrier()
+        return state.result
+
+    for result in run_ranks(2, body):
+        assert set(result.failures) == {stress.POOL + 60 + stress.POOL + 10}

@@ -62,6 +62,9 @@ struct Meeting {
 
 struct Warp : Meeting {
   float value[2][kWarp];
+  // Of lanes that meet apart from the others, by the first of them.
+  Meeting part[kWarp];
+  u32 part_value[2][kWarp];
 };
 
 struct Cluster : Meeting {
@@ -76,6 +79,7 @@ struct Block : Meeting {
 
 struct alignas(64) Fiber : Thread {
   At at;
+  bool triggered;
   bool arrived;                 // at the cluster's meeting, and did not wait yet
   u32 meetings;                 // of the cluster that it knows to have ended
   const TxBarrier* tx_barrier;  // that it waits for
@@ -104,6 +108,7 @@ struct Runtime {
   void (*kernel)(const void*);
   const void* params;
   u32 cluster_fibers;
+  u64 untriggered;  // threads that have neither triggered nor returned
   Context os_thread;
   Cluster* finished;  // its last thread has just returned
   int status;
@@ -201,6 +206,13 @@ UNSEEN void pass_core(Runtime& rt) {
   }
 }
 
+UNSEEN void trigger(Runtime& rt, Fiber& fiber) {
+  if (fiber.triggered) return;
+  fiber.triggered = true;
+  if (--rt.untriggered != 0 || rt.config.order == nullptr) return;
+  __atomic_store_n(&rt.config.order->triggered, rt.config.number + 1, __ATOMIC_RELEASE);
+}
+
 UNSEEN void fiber_main() {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
@@ -212,6 +224,7 @@ UNSEEN void fiber_main() {
                  kStackBytes);
     std::abort();  // its neighbour's stack is gone
   }
+  trigger(rt, fiber);
   fiber.at = At::kReturned;
   ++state.progress;
   --fiber.block->live;
@@ -352,6 +365,7 @@ UNSEEN void start_cluster(Runtime& rt, u32 slot, u32 index) {
     for (u32 t = 0; t < threads; ++t) {
       Fiber& fiber = first_fiber(rt, block)[t];
       static_cast<Thread&>(fiber) = {t, threads, index * blocks + b, rt.config.grid_blocks};
+      fiber.triggered = false;
       fiber.arrived = false;
       fiber.meetings = 0;
       fiber.warp = &rt.warps.data()[(place * threads + t) / kWarp];
@@ -415,6 +429,7 @@ UNSEEN void run(Runtime& rt) {
   rt.os_thread = {};
   TSAN(rt.os_thread.tsan = __tsan_get_current_fiber();)
   rt.finished = nullptr;
+  rt.untriggered = u64{config.grid_blocks} * config.block_threads;
   rt.random = (config.seed + 1) * 0x9e3779b97f4a7c15 | 1;
   rt.spins = 0;
   rt.spin_progress = rt.watch_progress = state.progress;
@@ -479,6 +494,15 @@ UNSEEN void spin_pause() {
   switch_to(rt, pop_runnable(rt));
   fiber.at = At::kRunnable;
 }
+
+UNSEEN void pdl_wait() {
+  const MoeArEmulatorConfig& config = runtime->config;
+  if (config.order == nullptr) return;
+  while (__atomic_load_n(&config.order->ended, __ATOMIC_ACQUIRE) < config.number) spin_pause();
+  TSAN(__tsan_acquire(&config.order->ended);)
+}
+
+UNSEEN void pdl_trigger() { trigger(*runtime, self()); }
 
 UNSEEN void block_sync() {
   Runtime& rt = *runtime;
@@ -567,6 +591,29 @@ UNSEEN float shfl_xor(float v, u32 mask) {
   return value[lane ^ (mask % kWarp)];
 }
 
+// Orders no memory, as on a GPU.
+UNSEEN u32 shfl_xor_among(u32 v, u32 mask, u32 members) {
+  Runtime& rt = *runtime;
+  Fiber& fiber = self();
+  Warp& warp = *fiber.warp;
+  const u32 lane = fiber.thread_index % kWarp;
+  const u32 first = static_cast<u32>(std::countr_zero(members));
+  const u32 count = static_cast<u32>(std::popcount(members));
+  const bool whole =
+      first + count <= kWarp && members >> first == (count < 32 ? 1u << count : 0) - 1;
+  if (!whole || (members >> lane & 1) == 0 || (members >> (lane ^ mask) & 1) == 0) {
+    fail(kMoeArEmulatorMisuse, "shfl_xor_u32 of lane %u with lane %u among %#x", lane, lane ^ mask,
+         members);
+  }
+  Meeting& meeting = warp.part[first];
+  u32* value = warp.part_value[meeting.phase % 2];
+  value[lane] = v;
+  if (!join(rt, meeting, &fiber - lane + first, count, At::kShuffle)) {
+    wait(rt, fiber, At::kShuffle);
+  }
+  return value[lane ^ mask];
+}
+
 UNSEEN void warp_sync() {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
@@ -622,6 +669,10 @@ int moe_ar_emulator_launch(void (*kernel)(const void*), const void* params,
   std::fesetenv(FE_DFL_ENV);
   run(rt);
   std::fesetenv(&environment);
+  if (config->order != nullptr) {
+    TSAN(__tsan_release(&config->order->ended);)
+    __atomic_store_n(&config->order->ended, config->number + 1, __ATOMIC_RELEASE);
+  }
   return rt.status;
 }
 

@@ -13,6 +13,13 @@
 
 extern "C" {
 
+// Launches of one rank that overlap, as by programmatic dependent launch. Whoever launches starts
+// one once the one before it has triggered; its pdl_wait waits until that one has ended.
+struct MoeArEmulatorOrder {
+  std::uint64_t triggered;  // launches all of whose blocks have triggered or returned
+  std::uint64_t ended;      // launches
+};
+
 struct MoeArEmulatorConfig {
   std::uint32_t grid_blocks;
   std::uint32_t block_threads;      // whole warps, at most 1024
@@ -20,6 +27,8 @@ struct MoeArEmulatorConfig {
   std::uint32_t resident_clusters;  // run interleaved; 1: one after another; 0: as many as fit
   std::uint64_t seed;               // 0: round robin, no preemption; else a random interleaving
   double watchdog_seconds;          // of spinning without any progress; 0: no limit
+  MoeArEmulatorOrder* order;        // null: the launch begins when the one before it is done
+  std::uint64_t number;             // in that order, from 0
 };
 
 enum MoeArEmulatorStatus {
@@ -82,10 +91,13 @@ MOE_AR_UNSEEN inline void note_progress() { ++state.progress; }
 
 std::uint32_t preempt();  // lets another thread run, or not; returns 0 to 3 at random
 void spin_pause();
+void pdl_wait();
+void pdl_trigger();
 void block_sync();
 void cluster_arrive();
 void cluster_wait();
 float shfl_xor(float v, std::uint32_t mask);
+std::uint32_t shfl_xor_among(std::uint32_t v, std::uint32_t mask, std::uint32_t members);
 void warp_sync();
 void* block_shared(std::size_t bytes, const void* type);
 

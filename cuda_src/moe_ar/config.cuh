@@ -8,12 +8,23 @@ enum class DType : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 enum class Producer : int { kMoeFinalize = 0, kDense = 1, kMoeReduction = 2 };
 // The halves of two-shot stand for themselves too.
 enum class Protocol : int { kOneShot = 0, kTwoShot = 1, kReduceScatter = 2, kAllGather = 3 };
+// What is made of the norm besides (quant.cuh).
+enum class Quant : int {
+  kNone = 0,
+  kFp8Static = 1,
+  kFp8PerTokenGroup = 2,
+  kNvfp4 = 3,
+  kMxfp8 = 4,
+  kFp8PerToken = 5
+};
 
 constexpr DType kDType = static_cast<DType>(MOE_AR_DTYPE);           // T: activations
 constexpr DType kCommDType = static_cast<DType>(MOE_AR_COMM_DTYPE);  // C: what travels
 constexpr Producer kProducer = static_cast<Producer>(MOE_AR_PRODUCER);
 constexpr Protocol kProtocol = static_cast<Protocol>(MOE_AR_PROTOCOL);
+constexpr Quant kQuant = static_cast<Quant>(MOE_AR_QUANT);
 constexpr int kWorldSize = MOE_AR_WORLD_SIZE;
+constexpr bool kDelays = MOE_AR_DELAYS;  // a test build, see delay.cuh
 
 constexpr int kMaxRanks = 16;
 constexpr int kMaxBlockThreads = 512;  // 128 registers: the rows of 8 routes are in flight

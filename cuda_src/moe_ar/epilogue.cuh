@@ -1,7 +1,10 @@
-// Epilogue: from a total to allreduce_out, residual_out and norm_out, a vector at a time.
+// Epilogue: from a total to allreduce_out, residual_out, norm_out and what is quantised of it, a
+// vector at a time.
 #pragma once
 
 #include <moe_ar/params.cuh>
+#include <moe_ar/quant.cuh>
+#include <moe_ar/rmsnorm.cuh>
 #include <moe_ar/vec.cuh>
 
 namespace moe_ar {
@@ -50,8 +53,9 @@ __device__ __forceinline__ float square_sum(const Vec16& residual) {
   return sum;
 }
 
-// gamma of a column, as it lies in memory: nothing waits for the load until the norm does.
-struct Gamma {
+// gamma of a column, as it lies in memory, and the scale that the launch is given: nothing waits
+// for the loads until the norm does.
+struct Gamma : GivenScale {
   Vec16 v[kElements / 4];
 
   __device__ __forceinline__ void load(const Params& p, int column) {
@@ -60,6 +64,7 @@ struct Gamma {
                      column * (wide ? kElements * sizeof(float) : sizeof(Vec16));
     v[0] = ptx::ld_v4(from);
     if (kElements > 4 && wide) v[kElements / 4 - 1] = ptx::ld_v4(from + sizeof(Vec16));
+    load_scale(p);
   }
 
   __device__ __forceinline__ void get(const Params& p, float (&x)[kElements]) const {
@@ -72,15 +77,40 @@ struct Gamma {
   }
 };
 
-__device__ __forceinline__ void store_norm(const Params& p, u64 offset, const Vec16& residual,
-                                           const Gamma& gamma, float row_square_sum) {
-  const float rs = ptx::rsqrt_f32(ptx::fma_f32(row_square_sum, p.inverse_hidden, p.rms_eps));
+// What a vector adds to its row's totals.
+__device__ __forceinline__ RowTotals own_totals(const Params& p, const Vec16& residual,
+                                                const Gamma& gamma) {
+  RowTotals own = {square_sum(residual), 0};
+  if constexpr (kRowMax) {
+    float x[kElements], weight[kElements];
+    unpack<kDType>(residual, x);
+    gamma.get(p, weight);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const u32 bits = ptx::as_u32(x[i] * (p.weight_bias + weight[i])) & 0x7fffffffu;
+      own.magnitude = ptx::max_u32(own.magnitude, bits);
+    }
+  }
+  return own;
+}
+
+__device__ __forceinline__ void store_norm(const Params& p, int token, int column, u64 offset,
+                                           const Vec16& residual, const Gamma& gamma,
+                                           const RowTotals& row) {
+  const float rs = ptx::rsqrt_f32(ptx::fma_f32(row.square_sum, p.inverse_hidden, p.rms_eps));
   float x[kElements], weight[kElements];
   unpack<kDType>(residual, x);
   gamma.get(p, weight);
 #pragma unroll
   for (int i = 0; i < kElements; ++i) x[i] = (x[i] * (p.weight_bias + weight[i])) * rs;
-  store_vector(p.norm_out, offset, pack<kDType>(x));
+  const Vec16 norm = pack<kDType>(x);
+  if (!kQuantises || p.norm_out != nullptr) store_vector(p.norm_out, offset, norm);
+  if constexpr (kQuantises) {
+    // Rounding keeps the order, so that this is the largest |norm| as rounded.
+    float most[kElements] = {ptx::as_f32(row.magnitude) * rs};
+    unpack<kDType>(pack<kDType>(most), most);
+    store_quantised(p, token, column, offset, norm, most[0], gamma);
+  }
 }
 
 }  // namespace moe_ar

@@ -29,6 +29,7 @@
 // write to the same word, two launches on, by the launch in between.
 #pragma once
 
+#include <moe_ar/delay.cuh>
 #include <moe_ar/params.cuh>
 #include <moe_ar/vec.cuh>
 
@@ -82,6 +83,7 @@ class Session {
       peer = slab(owner);
     }
     const u64 offset = slot(row, column) + p_.rank * writer_bytes();
+    delay(p_, Point::kPush);
     if (broken_ == 0) store(peer + offset, payload);
   }
 
@@ -164,6 +166,7 @@ class Session {
   // Every thread of the block calls this once, after it has used the epoch. The block advances its
   // own copy, and those of blocks that this grid does not have, each by one block.
   __device__ __forceinline__ void advance() const {
+    delay(p_, Point::kAdvance);
     ptx::block_sync();
     ControlBlock* control = p_.control;
     const u32 step = ptx::grid_blocks();
@@ -193,6 +196,7 @@ class Session {
 
   __device__ __forceinline__ void send(u64 offset, const Payload& payload) const {
     if (broken_ != 0) return;
+    delay(p_, Point::kPush);
 #pragma unroll
     for (int step = 1; step < kWorldSize; ++step) {
       u8* peer = kHoldPeers ? peers_[kHoldPeers ? step - 1 : 0] : slab(peer_at(step));
@@ -263,6 +267,7 @@ class Session {
   __device__ __forceinline__ void wait_for(const u8* slots, int first, int token,
                                            Payload (&part)[kCount], u64 more_ns = 0) {
     u64 since = 0;
+    delay(p_, Point::kPoll);
     if (broken_ != 0) {  // what came late, after an earlier launch gave up, is not this launch's
       each<kCount>([&](int j) { part[j] = empty(); });
     }
@@ -270,7 +275,7 @@ class Session {
       for (u32 poll = 0; poll < kPollsPerCheck; ++poll) {
         bool missing = false;
         each<kCount>([&](int j) { missing = missing || is_empty(part[j]); });
-        if (!missing) return;
+        if (!missing) return delay(p_, Point::kRestore);
         ptx::spin_pause();
         each<kCount>([&](int j) {
           if (is_empty(part[j])) part[j] = load(slots + j * writer_bytes());

@@ -39,6 +39,8 @@ enum Flag : u32 {
   kTriggerEarly = 4,
   kVectorRoutes = 8,  // top_k a multiple of 8, index and scales on 16-byte boundaries
   kWarmUp = 16,       // return before touching anything
+  kScaleTiled = 32,   // scale_out in the layout of tiles or columns, else row after row
+  kScaleIsUe8m0 = 64  // of a group; else float32
 };
 
 struct Params {
@@ -64,8 +66,13 @@ struct Params {
   float weight_bias;
   float inverse_hidden;  // 1 / hidden
   u32 flags;
-  u32 cluster_log2;  // blocks of a cluster, as a power of 2
+  u32 cluster_log2;    // blocks of a cluster, as a power of 2
+  u32 delays;          // of test builds, see delay.cuh
+  float scale_factor;  // of a format that is given a scale
   u32 reserved;
+  const void* scale_in;  // float32 [1]: the scale in place of scale_factor, or null
+  void* quant_out;       // codes [token_num, hidden]; null without kQuant
+  void* scale_out;       // null where the scale is given
 };
 
 }  // namespace moe_ar

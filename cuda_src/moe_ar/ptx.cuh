@@ -109,6 +109,22 @@ __device__ __forceinline__ void st_v4(void* p, const Vec16& v) {
                : "memory");
 }
 
+__device__ __forceinline__ void st_v2(void* p, u32 first, u32 second) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(first), "r"(second) : "memory");
+}
+
+__device__ __forceinline__ void st_u32(void* p, u32 v) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void st_u16(void* p, u16 v) {
+  asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
+}
+
+__device__ __forceinline__ void st_u8(void* p, u8 v) {
+  asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(static_cast<u32>(v)) : "memory");
+}
+
 // ---- slots: relaxed at system scope; each 32-bit word stands for itself
 // --------------------------
 
@@ -277,6 +293,14 @@ __device__ __forceinline__ float shfl_xor_f32(float v, u32 mask) {
   return __shfl_xor_sync(0xffffffffu, v, mask);
 }
 
+// The lanes of `members`, which are consecutive, take part; others may do so apart from them.
+__device__ __forceinline__ u32 shfl_xor_u32(u32 v, u32 mask, u32 members) {
+  return __shfl_xor_sync(members, v, mask);
+}
+
+// All 32 lanes take part and get the largest.
+__device__ __forceinline__ u32 warp_max_u32(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
+
 // ---- programmatic launch ------------------------------------------------------------------------
 
 __device__ __forceinline__ void pdl_wait() {
@@ -300,6 +324,13 @@ __device__ __forceinline__ float rsqrt_f32(float x) {
   float y;
   asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Into -most..most; a NaN stays one.
+__device__ __forceinline__ float clamp_f32(float x, float most) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-most));
+  return x;
 }
 
 __device__ __forceinline__ float as_f32(u32 bits) { return __uint_as_float(bits); }
@@ -334,6 +365,75 @@ __device__ __forceinline__ u32 drop_negative_zero_f16x2(u32 x) {
   u32 r;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x3c003c00u), "r"(0u));
   return r;
+}
+
+__device__ __forceinline__ u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
+
+}  // namespace ptx
+}  // namespace moe_ar
+
+#include <moe_ar/codecs.cuh>
+
+namespace moe_ar {
+namespace ptx {
+
+// Two codes, the first in the low byte.
+__device__ __forceinline__ u32 pack_e4m3x2(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+#else
+  return soft::e4m3(low) | soft::e4m3(high) << 8;
+#endif
+}
+
+// The value of the code in the low byte.
+__device__ __forceinline__ float unpack_e4m3(u32 code) {
+#if __CUDA_ARCH__ >= 890
+  float x;
+  asm("{\n\t.reg .b32 pair;\n\t.reg .b16 low, high;\n\t"
+      "cvt.rn.f16x2.e4m3x2 pair, %1;\n\t"
+      "mov.b32 {low, high}, pair;\n\t"
+      "cvt.f32.f16 %0, low;\n\t}"
+      : "=f"(x)
+      : "h"(static_cast<u16>(code)));
+  return x;
+#else
+  return soft::e4m3_value(code & 0xff);
+#endif
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define MOE_AR_CONVERTS_FP4 1
+#endif
+
+// Four codes, the first in the low half of the low byte.
+__device__ __forceinline__ u32 pack_e2m1x4(const float* x) {
+#ifdef MOE_AR_CONVERTS_FP4
+  u16 r;
+  asm("{\n\t.reg .b8 low, high;\n\t"
+      "cvt.rn.satfinite.e2m1x2.f32 low, %2, %1;\n\t"
+      "cvt.rn.satfinite.e2m1x2.f32 high, %4, %3;\n\t"
+      "mov.b16 %0, {low, high};\n\t}"
+      : "=h"(r)
+      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+  return r;
+#else
+  return soft::e2m1(x[0]) | soft::e2m1(x[1]) << 4 | soft::e2m1(x[2]) << 8 | soft::e2m1(x[3]) << 12;
+#endif
+}
+
+// x, which is not negative, as a power of two that is not smaller.
+__device__ __forceinline__ u32 ue8m0_up(float x) {
+#ifdef MOE_AR_CONVERTS_FP4
+  u16 r;
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.0f), "f"(x));
+  return r & 0xffu;
+#else
+  return soft::ue8m0_up(x);
+#endif
 }
 
 // ---- time ---------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 //
 // Its shape is fixed, whatever the launch: the elements of a 16-byte vector in order, an xor tree
 // over 32 consecutive vectors (a group: one warp holds one), the group sums by one tree. Each warp
-// sends the sum of its group to every block of the cluster: one hop, no barrier around it.
+// sends the sum of its group to every block of the cluster: one hop, no barrier around it. For a
+// scale that the whole row shares the largest magnitude goes the same way.
 #pragma once
 
 #include <moe_ar/config.cuh>
@@ -10,11 +11,21 @@
 
 namespace moe_ar {
 
+// Whether rows have a largest magnitude, too.
+constexpr bool kRowMax = kQuant == Quant::kFp8PerToken;
+
+// Of a row, a group or a vector.
+struct RowTotals {
+  float square_sum;
+  u32 magnitude;  // largest |residual * (weight_bias + gamma)|, its bits: a NaN is the largest; or
+                  // 0
+};
+
 // Two of everything, by parity of the row: a block that is ahead by a row finds the other half
 // free. It cannot be ahead by two, since its row ends with sums from every warp of the cluster, and
 // a warp gives its sum of a row after it has read those of the row before.
 struct RowSums {
-  u32 group[2][kMaxRowGroups];
+  u32 group[kRowMax ? 4 : 2][kMaxRowGroups];  // sums, then magnitudes
   ptx::TxBarrier ready[2];
 };
 
@@ -54,39 +65,52 @@ class RowReduction {
     if (blocks_ > 1) ptx::cluster_wait();
   }
 
-  // A converged warp gives the sum of squares of the group `step` after its first.
-  __device__ __forceinline__ void publish(int step, float square_sum) const {
-    const u32 sum = ptx::as_u32(warp_sum(square_sum));
+  // A converged warp gives what its lanes have of the group `step` after its first.
+  __device__ __forceinline__ void publish(int step, const RowTotals& own) const {
+    const u32 sum = ptx::as_u32(warp_sum(own.square_sum));
     const u32 offset = (half() * kMaxRowGroups + step) * 4;
-    if (blocks_ > 1) {
-      if (lane_ < blocks_) {
-        ptx::st_async_u32(there_ + offset, ready_there_ + half() * sizeof(ptx::TxBarrier), sum);
-      }
-    } else if (lane_ == 0) {
-      ptx::st_shared_u32(there_ + offset, sum);
-    }
+    send(offset, sum);
+    if constexpr (kRowMax) send(offset + kMagnitudes, ptx::warp_max_u32(own.magnitude));
   }
 
-  // The row's sum, once every group of it is published. Ends the row.
-  __device__ __forceinline__ float collect(u32 groups) {
+  // The row's totals, once every group of it is published. Ends the row.
+  __device__ __forceinline__ RowTotals collect(u32 groups) {
     if (blocks_ > 1) {
       const ptx::SharedPlace ready = ready_ + half() * sizeof(ptx::TxBarrier);
-      if (leader_) ptx::tx_barrier_expect(ready, groups * 4);
+      if (leader_) ptx::tx_barrier_expect(ready, groups * kGroupBytes);
       ptx::tx_barrier_wait(ready, row_ >> 1 & 1);
     } else {
       ptx::block_sync();
     }
-    float sum = 0.0f;
+    RowTotals row = {};
 #pragma unroll 1
     for (u32 g = lane_, at = half() * kMaxRowGroups * 4; g < groups; g += 32, at += 128) {
-      sum += ptx::as_f32(ptx::ld_shared_u32(own_ + at));
+      row.square_sum += ptx::as_f32(ptx::ld_shared_u32(own_ + at));
+      if constexpr (kRowMax) {
+        row.magnitude = ptx::max_u32(row.magnitude, ptx::ld_shared_u32(own_ + at + kMagnitudes));
+      }
     }
     ++row_;
     ptx::warp_sync();
-    return warp_sum(sum);
+    row.square_sum = warp_sum(row.square_sum);
+    if constexpr (kRowMax) row.magnitude = ptx::warp_max_u32(row.magnitude);
+    return row;
   }
 
  private:
+  static constexpr u32 kGroupBytes = kRowMax ? 8 : 4;
+  static constexpr u32 kMagnitudes = 2 * kMaxRowGroups * 4;  // bytes from sums to them
+
+  __device__ __forceinline__ void send(u32 offset, u32 value) const {
+    if (blocks_ > 1) {
+      if (lane_ < blocks_) {
+        ptx::st_async_u32(there_ + offset, ready_there_ + half() * sizeof(ptx::TxBarrier), value);
+      }
+    } else if (lane_ == 0) {
+      ptx::st_shared_u32(there_ + offset, value);
+    }
+  }
+
   __device__ __forceinline__ u32 half() const { return row_ & 1; }
 
   u32 blocks_;

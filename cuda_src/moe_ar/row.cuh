@@ -1,6 +1,7 @@
 // How the threads of a cluster share a row.
 #pragma once
 
+#include <moe_ar/delay.cuh>
 #include <moe_ar/epilogue.cuh>
 #include <moe_ar/params.cuh>
 #include <moe_ar/rmsnorm.cuh>
@@ -34,12 +35,14 @@ inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
 // Over the whole row, of which a thread holds the vectors of its groups `group`, `group + step`...
 // Every thread of the cluster.
 template <int kVectors>
-__device__ __forceinline__ float sum_of_squares(RowReduction& reduction,
-                                                const Vec16 (&residual)[kVectors], int group,
-                                                int step, int groups) {
+__device__ __forceinline__ RowTotals row_totals(const Params& p, RowReduction& reduction,
+                                                const Vec16 (&residual)[kVectors],
+                                                const Gamma (&gamma)[kVectors], int group, int step,
+                                                int groups) {
   ptx::warp_sync();
   each<kVectors>([&](int v) {
-    if (group + v * step < groups) reduction.publish(v * step, square_sum(residual[v]));
+    if (group + v * step < groups)
+      reduction.publish(v * step, own_totals(p, residual[v], gamma[v]));
   });
   return reduction.collect(groups);
 }
@@ -52,5 +55,6 @@ __device__ __forceinline__ float sum_of_squares(RowReduction& reduction,
   MOE_AR_DEFINE_KERNEL(MOE_AR_KERNEL(suffix), threads, moe_ar::Params, params) { \
     if (params.flags & moe_ar::kWarmUp) return;                                  \
     run(params, moe_ar::Placement(params));                                      \
+    moe_ar::delay(params, moe_ar::Point::kEnd);                                  \
     moe_ar::ptx::pdl_trigger();                                                  \
   }

@@ -3,6 +3,7 @@
 #include <emulator.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cfenv>
 #include <cstdio>
 #include <cstdlib>
@@ -30,9 +31,14 @@ u32 planted;
 double watchdog_seconds = 20;
 
 int launch(void (*kernel)(const void*), const TestParams& params, Shape shape, u32 rank = 0) {
-  const MoeArEmulatorConfig config{
-      shape.blocks,    shape.threads, shape.cluster, shape.resident, seed ? seed + 1000 * rank : 0,
-      watchdog_seconds};
+  const MoeArEmulatorConfig config{shape.blocks,
+                                   shape.threads,
+                                   shape.cluster,
+                                   shape.resident,
+                                   seed ? seed + 1000 * rank : 0,
+                                   watchdog_seconds,
+                                   nullptr,
+                                   0};
   const int status = moe_ar_emulator_launch(kernel, &params, &config);
   if (status != 0) std::printf("rank %u: status %d: %s\n", rank, status, moe_ar_emulator_error());
   return status == 0 ? 0 : 10 + status;
@@ -95,8 +101,12 @@ int row_sums_test(Shape shape) {
   return run("row_sums", row_sums, shape, kRounds, [&](const std::vector<u32>& in, u32 i) {
     const u32 threads = shape.threads * shape.cluster, first = i / threads * threads;
     u32 sum = 0;
-    for (u32 t = 0; t < threads; ++t) sum += in[first + t] % 100;
-    return (1 + 2 + 3 + 4 + 5) * 3 * sum;
+    u32 most = 0;
+    for (u32 t = 0; t < threads; ++t) {
+      sum += in[first + t] % 100;
+      most = std::max(most, in[first + t] % 100);
+    }
+    return (1 + 2 + 3 + 4 + 5) * (3 * sum + most);
   });
 }
 
@@ -184,7 +194,7 @@ int environment_test() {
   const float in[] = {1e-39f, 3.0f};
   float out[2] = {};
   const ConvertParams p{in, out, 2, 6};
-  const MoeArEmulatorConfig config{1, 32, 1, 0, seed, watchdog_seconds};
+  const MoeArEmulatorConfig config{1, 32, 1, 0, seed, watchdog_seconds, nullptr, 0};
 #ifdef __SSE__
   _mm_setcsr(_mm_getcsr() | 0x8040);  // flush to zero, denormals are zero
 #endif

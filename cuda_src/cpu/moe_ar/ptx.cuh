@@ -136,6 +136,18 @@ inline void st_v4(void* p, const Vec16& v) {
   *aligned<Word128>(p) = std::bit_cast<Word128>(v);
 }
 
+template <class Word>
+inline void store(void* p, Word v) {
+  preempt();
+  emulator::note_progress();
+  *aligned<Word>(p) = v;
+}
+
+inline void st_v2(void* p, u32 first, u32 second) { store<Word64>(p, u64{second} << 32 | first); }
+inline void st_u32(void* p, u32 v) { store<Word32>(p, v); }
+inline void st_u16(void* p, u16 v) { store<Word16>(p, v); }
+inline void st_u8(void* p, u8 v) { store<u8>(p, v); }
+
 // ---- slots: relaxed at system scope; each 32-bit word stands for itself -------------------------
 
 inline Vec16 ld_relaxed_sys_v4(const void* p) {
@@ -252,15 +264,32 @@ inline void warp_sync() { emulator::warp_sync(); }
 // All 32 lanes take part. Orders no memory.
 inline float shfl_xor_f32(float v, u32 mask) { return emulator::shfl_xor(v, mask); }
 
-// ---- programmatic launch: a launch begins when the one before it is done ------------------------
+// The lanes of `members`, which are consecutive, take part; others may do so apart from them.
+inline u32 shfl_xor_u32(u32 v, u32 mask, u32 members) {
+  return emulator::shfl_xor_among(v, mask, members);
+}
 
-inline void pdl_wait() { asm volatile("" ::: "memory"); }
-inline void pdl_trigger() { asm volatile("" ::: "memory"); }
+// All 32 lanes take part and get the largest.
+inline u32 warp_max_u32(u32 v) {
+  for (u32 mask = 16; mask > 0; mask /= 2) {
+    const u32 other = shfl_xor_u32(v, mask, 0xffffffffu);
+    v = v > other ? v : other;
+  }
+  return v;
+}
+
+// ---- programmatic launch ------------------------------------------------------------------------
+
+inline void pdl_wait() { emulator::pdl_wait(); }
+inline void pdl_trigger() { emulator::pdl_trigger(); }
 
 // ---- arithmetic and conversion; round to nearest even, no flush to zero -------------------------
 
 inline float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float rsqrt_f32(float x) { return static_cast<float>(1.0 / std::sqrt(double{x})); }
+// Into -most..most; a NaN stays one.
+inline float clamp_f32(float x, float most) { return x > most ? most : x < -most ? -most : x; }
+
 inline float as_f32(u32 bits) { return std::bit_cast<float>(bits); }
 inline u32 as_u32(float x) { return std::bit_cast<u32>(x); }
 
@@ -306,6 +335,30 @@ inline u32 drop_negative_zero(u32 x, u32 infinity) {
 
 inline u32 drop_negative_zero_bf16x2(u32 x) { return drop_negative_zero(x, 0x7f80); }
 inline u32 drop_negative_zero_f16x2(u32 x) { return drop_negative_zero(x, 0x7c00); }
+
+inline u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
+
+}  // namespace ptx
+}  // namespace moe_ar
+
+#include <moe_ar/codecs.cuh>
+
+namespace moe_ar {
+namespace ptx {
+
+// Two codes, the first in the low byte.
+inline u32 pack_e4m3x2(float low, float high) { return soft::e4m3(low) | soft::e4m3(high) << 8; }
+
+// The value of the code in the low byte.
+inline float unpack_e4m3(u32 code) { return soft::e4m3_value(code & 0xff); }
+
+// Four codes, the first in the low half of the low byte.
+inline u32 pack_e2m1x4(const float* x) {
+  return soft::e2m1(x[0]) | soft::e2m1(x[1]) << 4 | soft::e2m1(x[2]) << 8 | soft::e2m1(x[3]) << 12;
+}
+
+// x, which is not negative, as a power of two that is not smaller.
+inline u32 ue8m0_up(float x) { return soft::ue8m0_up(x); }
 
 // ---- time ---------------------------------------------------------------------------------------
 
