@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from .compile import CPU, CUDA_TARGETS, OPERATIONS, Variant, prebuild
+from .compile import CPU, CUDA_TARGETS, OPERATIONS, QUANTISING, Variant, prebuild
 from .cuda_backend import device_count
 from .errors import MoeArError, UnsupportedError
+from .formats import FORMATS
 from .group import as_group
 from .info import gather
 from .launch import device_limits
@@ -56,6 +57,8 @@ def arguments() -> argparse.ArgumentParser:
     run.add_argument("--backend", choices=("cuda", "cpu", "auto"))
     run.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"],
                      help="activations, or activations/wire; default: bfloat16")  # fmt: skip
+    run.add_argument("--quant", choices=FORMATS, nargs="+", default=[],
+                     help="quantised outputs too, of these formats")  # fmt: skip
     run.add_argument("--hidden", type=positive, nargs="+", help="row lengths")
     run.add_argument("--tokens", type=positive, nargs="+", help="token counts")
     run.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS",
@@ -70,6 +73,8 @@ def arguments() -> argparse.ArgumentParser:
                           help="world sizes; default: 2 4 8")  # fmt: skip
     compiler.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"],
                           help="as check's; default: bfloat16")  # fmt: skip
+    compiler.add_argument("--quant", choices=FORMATS, nargs="+", default=[],
+                          help="formats of quantised outputs, besides none")  # fmt: skip
     compiler.add_argument("--operation", choices=OPERATIONS, nargs="+", default=list(OPERATIONS),
                           help="default: all")  # fmt: skip
 
@@ -114,6 +119,7 @@ def _check(options: argparse.Namespace) -> int:
     chosen = Options(
         options.backend,
         tuple(options.dtype),
+        tuple(options.quant),
         options.hidden and tuple(options.hidden),
         options.tokens and tuple(options.tokens),
         options.timeout,
@@ -152,8 +158,8 @@ def _verdict(ranks: int, chosen: Options, fault: str | None) -> int:
     if fault:
         _say(f"FAILED: {fault}")
         return 1
-    dtypes = ", ".join(chosen.dtypes)
-    _say(f"PASS: {len(TRIALS)} operations and protocols on {ranks} ranks, {dtypes}")
+    formats = ", ".join(chosen.dtypes + chosen.quant)
+    _say(f"PASS: {len(TRIALS)} operations and protocols on {ranks} ranks, {formats}")
     return 0
 
 
@@ -177,8 +183,10 @@ def _precompile(options: argparse.Namespace) -> int:
     try:
         arches = options.arch or _visible_arches() or CUDA_TARGETS
         variants = [
-            Variant(operation, protocol, dtype, travels_as(protocol, dtype, wire), ranks)
+            Variant(operation, protocol, dtype, travels_as(protocol, dtype, wire), ranks, quant)
+            for quant in (None, *options.quant)
             for operation in options.operation
+            if quant is None or operation in QUANTISING
             for protocol in OPERATIONS[operation]
             for dtype, wire in map(DTYPES.__getitem__, options.dtype)
             for ranks in options.ranks
@@ -189,8 +197,9 @@ def _precompile(options: argparse.Namespace) -> int:
         _say(f"FAILED: {error}")
         return 1
     size = sum(path.stat().st_size for path in paths) / 2**20
+    ranks, formats = map(str, options.ranks), (*options.dtype, *options.quant)
     _say(f"{len(paths)} kernel modules, {size:.1f} MiB, for {' '.join(arches)}, "
-         f"{' '.join(map(str, options.ranks))} ranks, {' '.join(options.dtype)}")  # fmt: skip
+         f"{' '.join(ranks)} ranks, {' '.join(formats)}")  # fmt: skip
     _say(f"export MOE_AR_PREBUILT={options.out.absolute()}")
     return 0
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import reference
+from . import codecs, reference
 from .errors import MoeArError
+from .formats import FORMATS, hidden_problem, scales_of
 from .group import Group
 from .launch import device_limits
 from .ops import (
@@ -47,7 +48,7 @@ DTYPES = {
 """By name, as on a command line: activations and what travels."""
 
 _TOP_K = 4
-_FACTOR, _EPS, _BIAS = 2.0, 1e-5, 0.5
+_FACTOR, _EPS, _BIAS, _SCALE = 2.0, 1e-5, 0.5, 0.0123
 _NORM_ULPS = {DType.FLOAT32: 8}  # else 1
 
 
@@ -58,6 +59,7 @@ class Options:
     Attributes:
         backend: As `Workspace` takes it.
         dtypes: Names of `DTYPES`.
+        quant: Names of formats; the operations that have a norm also run with each of them.
         hidden: Row lengths; None is 7168 and 2880 on GPUs, else 512 and 360.
         tokens: Token counts of the launches, one after the other; None is a choice likewise.
         timeout_s: Bound of every wait for a peer.
@@ -65,6 +67,7 @@ class Options:
 
     backend: str | None = None
     dtypes: tuple[str, ...] = ("bfloat16",)
+    quant: tuple[str, ...] = ()
     hidden: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
     timeout_s: float = 30.0
@@ -111,20 +114,27 @@ def check(group: Group, options: Options, say: Callable[[str], None]) -> str | N
         for peer, where in enumerate(group.allgather(words)):
             tell(f"rank {peer}: {where}, {workspace.nbytes / 2**20:.0f} MiB shared")
         for name, pair in zip(options.dtypes, pairs, strict=True):
-            try:
-                with progress():
-                    workspace.prepare(dtype=pair[0], comm_dtype=pair[1])
-            except MoeArError as error:
-                return f"preparing {name}: {error}"
-            for trial in TRIALS:
-                cases = [
-                    Case(trial, *pair, *sizes, number)
-                    for number, sizes in enumerate(itertools.product(tokens, hidden))
-                ]
-                wrong = _run(group, workspace, device, cases)
-                tell(f"{'WRONG' if wrong else 'right'}  {name:<16}  {trial.name}")
-                if wrong:
-                    return f"{trial.name}, {name}: {wrong}"
+            for quant in (None, *options.quant):
+                rows = [h for h in hidden if not (quant and hidden_problem(FORMATS[quant], h))]
+                if not rows:
+                    return f"{quant}: no row length of {hidden} is a multiple of its blocks"
+                try:
+                    with progress():
+                        workspace.prepare(dtype=pair[0], comm_dtype=pair[1], quant=quant)
+                except MoeArError as error:
+                    return f"preparing {', '.join(filter(None, (name, quant)))}: {error}"
+                for trial in TRIALS:
+                    if quant and trial.scatters:
+                        continue
+                    cases = [
+                        Case(trial, *pair, *sizes, number, quant)
+                        for number, sizes in enumerate(itertools.product(tokens, rows))
+                    ]
+                    what = f"{trial.name}, {quant}" if quant else trial.name
+                    wrong = _run(group, workspace, device, cases)
+                    tell(f"{'WRONG' if wrong else 'right'}  {name:<16}  {what}")
+                    if wrong:
+                        return f"{what}, {name}: {wrong}"
     return None
 
 
@@ -196,6 +206,7 @@ class Case:
     tokens: int
     hidden: int
     number: int
+    quant: str | None = None
 
     def _rng(self, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.number, self.tokens, self.hidden, *key])
@@ -242,7 +253,37 @@ class Case:
         factor = {"routed_scaling_factor": _FACTOR} if self.trial.kind == "finalize" else {}
         norm = {} if self.trial.scatters else {"rms_eps": _EPS, "weight_bias": _BIAS}
         wire = {} if self.trial.gathers else {"comm_dtype": self.comm_dtype}
-        return {**factor, **norm, **wire, "dtype": self.dtype, **self.trial.options}
+        codes = {"quant": self.quant, **self._scale} if self.quant else {}
+        return {**factor, **norm, **wire, **codes, "dtype": self.dtype, **self.trial.options}
+
+    @property
+    def _scale(self) -> dict[str, float]:
+        given = self.quant is not None and FORMATS[self.quant].needs_scale
+        return {"scale_factor": _SCALE} if given else {}
+
+    def outputs(self, share: slice) -> dict[str, Array]:
+        """Return what the launch writes to, poisoned; `share` are the rank's own tokens."""
+        dtype = reference.numpy_dtype(self.dtype)
+        tokens = range(self.tokens)[share] if self.trial.scatters else range(self.tokens)
+        norms = () if self.trial.scatters else ("residual_out", "norm_out")
+        poison = np.full((len(tokens), self.hidden), np.nan, dtype)
+        outputs: dict[str, Array] = dict.fromkeys((self.trial.output, *norms), poison)
+        if self.quant:
+            fmt = FORMATS[self.quant]
+            width = self.hidden * fmt.code_bits // 8
+            outputs["quant_out"] = np.full((self.tokens, width), 0xFF, np.uint8)
+            if fmt.has_scales:
+                scales = scales_of(fmt, self.tokens, self.hidden)
+                outputs["scale_out"] = np.full(scales.shape, 0xFF, scales.array_dtypes[0])
+        return outputs
+
+    def codes(self, norm_out: Array) -> dict[str, Array]:
+        """Return the right quantised outputs for a norm."""
+        if not self.quant:
+            return {}
+        scale = self._scale.get("scale_factor")
+        codes, scales = codecs.quantize(norm_out, self.quant, scale_factor=scale)
+        return {"quant_out": codes} | ({} if scales is None else {"scale_out": scales})
 
     def expected(self, world_size: int) -> dict[str, Array]:
         """Return the right outputs, all tokens of them, by name."""
@@ -273,23 +314,21 @@ class Case:
 def _run(group: Group, workspace: Workspace, device: Device, cases: list[Case]) -> str:
     """Launch the cases one right after the other and judge them; return what is wrong."""
     rank, trial = group.Get_rank(), cases[0].trial
-    dtype = np.dtype(reference.numpy_dtype(cases[0].dtype))
     launches = []
     for case in cases:
         share = workspace.share(case.tokens)
         given = case.own(rank)
         if trial.gathers:
             given = {name: array[share] for name, array in given.items()}
-        tokens = len(range(case.tokens)[share]) if trial.scatters else case.tokens
-        poison = np.full((tokens, case.hidden), np.nan, dtype)
-        names = (trial.output,) if trial.scatters else (trial.output, "residual_out", "norm_out")
         arrays = {name: device.put(array) for name, array in (given | case.common()).items()}
-        launches.append((arrays, {name: device.put(poison) for name in names}))
+        poison = case.outputs(share)
+        written = {name: device.put(array) for name, array in poison.items()}
+        launches.append((arrays, written, {name: array.dtype for name, array in poison.items()}))
     device.synchronize()
     group.barrier()
     wrong = ""
     try:
-        for case, (arrays, outputs) in zip(cases, launches, strict=True):
+        for case, (arrays, outputs, _) in zip(cases, launches, strict=True):
             numbers = case.numbers
             trial.function(
                 workspace=workspace, **arrays, **outputs, **numbers, stream=device.stream
@@ -300,8 +339,8 @@ def _run(group: Group, workspace: Workspace, device: Device, cases: list[Case]) 
         wrong = f"{type(error).__name__}: {error}"
     if not any(group.allgather(wrong)):
         digest = hashlib.sha256()
-        for case, (_, outputs) in zip(cases, launches, strict=True):
-            found = {name: device.get(array, dtype) for name, array in outputs.items()}
+        for case, (_, outputs, dtypes) in zip(cases, launches, strict=True):
+            found = {name: device.get(array, dtypes[name]) for name, array in outputs.items()}
             wrong = wrong or _judge(case, found, group.Get_size(), workspace.share(case.tokens))
             for array in found.values():
                 digest.update(array.tobytes())
@@ -314,13 +353,16 @@ def _run(group: Group, workspace: Workspace, device: Device, cases: list[Case]) 
 
 def _judge(case: Case, found: Mapping[str, Array], world_size: int, share: slice) -> str:
     """Compare one launch's outputs with the right ones; return what is wrong."""
-    for name, right in case.expected(world_size).items():
+    expected = case.expected(world_size)
+    codes = case.codes(found["norm_out"]) if "norm_out" in found else {}
+    for name, right in (expected | codes).items():
         output = found[name]
         right = right[share] if case.trial.scatters else right
         if name == "norm_out":
             far = reference.ulp_distance(output, right, case.dtype)
             wrong = far > _NORM_ULPS.get(case.dtype, 1)
         else:
+            right = right.reshape(output.shape)
             wrong = ~(output.astype(np.float32) == right.astype(np.float32))
         if wrong.any():
             token, column = np.argwhere(wrong)[0]

@@ -279,12 +279,12 @@ def test_memory_that_cannot_be_shared_is_told_with_the_remedy(
 # ---- check ---------------------------------------------------------------------------------------
 
 
-def test_check_runs_every_operation_and_protocol() -> None:
-    told = run("check", "--ranks", 2).splitlines()
-    assert told[-1] == "PASS: 9 operations and protocols on 2 ranks, bfloat16"
-    assert sum(line.startswith("right") for line in told) == 9
-    operations = [*OPERATIONS.values()]
-    assert len(selfcheck.TRIALS) == sum(map(len, operations))
+def test_check_runs_every_operation_protocol_and_format() -> None:
+    told = run("check", "--ranks", 2, "--quant", "nvfp4").splitlines()
+    assert told[-1] == "PASS: 9 operations and protocols on 2 ranks, bfloat16, nvfp4"
+    rights = [line for line in told if line.startswith("right")]
+    assert (len(rights), sum(line.endswith("nvfp4") for line in rights)) == (9 + 7, 7)
+    assert len(selfcheck.TRIALS) == sum(map(len, OPERATIONS.values()))
 
 
 def test_check_of_wider_wires_and_more_ranks() -> None:
@@ -369,6 +369,23 @@ def test_check_finds_a_wrong_element(
 
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(check_with(monkeypatch, broken))
+
+
+@pytest.mark.parametrize("output", ["quant_out", "scale_out"])
+def test_check_finds_a_wrong_code(monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    def broken(workspace: Any, **arguments: Any) -> None:
+        ALLREDUCE.function(workspace=workspace, **arguments)
+        if output in arguments:
+            arguments[output][0, 0] ^= 1
+
+    told = check_with(monkeypatch, broken, quant=("nvfp4",))
+    assert f"allreduce_fusion, one-shot, nvfp4, bfloat16: rank 0: {output} of 1 tokens" in told
+
+
+def test_check_without_a_fitting_row() -> None:
+    options = dataclasses.replace(OPTIONS, hidden=(72,), quant=("mxfp8",))
+    told = run_ranks(2, lambda group: selfcheck.check(group, options, lambda line: None))
+    assert told == ["mxfp8: no row length of (72,) is a multiple of its blocks"] * 2
 
 
 def test_check_passes_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,10 +476,11 @@ def test_precompiled_cubins_need_no_nvrtc(tmp_path: Path) -> None:
 
 def test_precompiled_libraries_need_no_compiler(tmp_path: Path) -> None:
     out = tmp_path / "prebuilt"
-    run("precompile", "--out", out, "--arch", "cpu", "--ranks", 2)
+    run("precompile", "--out", out, "--arch", "cpu", "--ranks", 2, "--quant", "nvfp4")
     before = contents(out)
     env = {"MOE_AR_PREBUILT": str(out), "MOE_AR_CACHE_DIR": str(tmp_path / "cache")}
-    told = run("check", "--ranks", 2, CXX="nonsense", MOE_AR_BACKEND="cpu", **env)
+    words = ("--ranks", 2, "--quant", "nvfp4")
+    told = run("check", *words, CXX="nonsense", MOE_AR_BACKEND="cpu", **env)
     assert told.splitlines()[-1].startswith("PASS")
     assert contents(out) == before
     assert not (tmp_path / "cache").exists()
