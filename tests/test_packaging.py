@@ -88,7 +88,7 @@ def relative(folder: Path, pattern: str) -> set[str]:
 def test_the_wheel_holds_package_kernels_and_scripts(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[1]).namelist())
     inside = {name.removeprefix("cupy_moe_ar/") for name in names if "dist-info" not in name}
-    package = {path.name for path in (ROOT / "cupy_moe_ar").glob("*.py")} | {"py.typed"}
+    package = relative(ROOT / "cupy_moe_ar", "*.py") | {"py.typed"}
     assert package <= inside
     kernels = set().union(*(relative(sources(), f"*.{kind}") for kind in ("cu", "cuh", "cpp", "h")))
     assert {f"cuda_src/{name}" for name in kernels} <= inside
