@@ -70,6 +70,7 @@ DTYPES = {  # name -> activations, wire
 }
 OUTPUTS = ("allreduce_out", "residual_out", "norm_out")
 GRAPHS = ((20, 50), (1, 5000))  # launches of a graph, replays
+SMALL = (16, 256)  # most tokens and elements of a row where replays are many: the host makes data
 POOL = 64  # launches that are repeated in random order
 QUEUED = 256  # of them between two waits for the device
 BLOCK = 32  # launches between two looks at the clock, which ranks must agree on
@@ -502,8 +503,9 @@ class Stress:
         self, rank: Rank, workspace: Workspace, launches: int
     ) -> tuple[Any, Sequence[Trial]]:
         """Capture launches in a CUDA graph."""
+        sizes = SMALL if launches == 1 else self.sizes
         trials = [
-            Trial(rank, workspace, self.options, Spec.draw(self.options, self.sizes, 0, index))
+            Trial(rank, workspace, self.options, Spec.draw(self.options, sizes, 0, index))
             for index in range(launches)
         ]
         for index, trial in enumerate(trials):

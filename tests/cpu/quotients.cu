@@ -1,4 +1,5 @@
 // The library's own division for codes.
+#define MOE_AR_DELAYS 0
 #define MOE_AR_PRODUCER 1
 #define MOE_AR_PROTOCOL 0
 #define MOE_AR_DTYPE 2
