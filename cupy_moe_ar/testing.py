@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -300,11 +303,22 @@ class _Hub:
                 continue
 
 
+def _end_with_parent() -> None:
+    """Have the system kill this process when its parent ends, even by SIGKILL."""
+    set_parent_death_signal = 1
+    with contextlib.suppress(OSError, AttributeError):  # other systems have none
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it has ended already
+        os._exit(1)
+
+
 def _work(
     connection: Any, world_size: int, rank: int, function: Callable[..., Any], args: Any
 ) -> None:
     value: bytes | None = None
     error: str | None = None
+    _end_with_parent()
     try:
         group = WorkerGroup(_Link(connection, rank), range(world_size))
         value = pickle.dumps(function(group, *args))

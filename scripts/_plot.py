@@ -11,24 +11,24 @@ __all__ = ["plot"]
 _LINES = (  # column, label, style
     ("us", "fused (ours)", {"color": "tab:blue", "marker": "o", "linewidth": 2}),
     ("floor_us", "bare exchange", {"color": "tab:green", "marker": "s"}),
-    ("ar_fusion_us", "finalize | all-reduce fusion", {"color": "tab:orange", "marker": "^"}),
-    ("nccl_us", "finalize | NCCL | norm", {"color": "tab:red", "marker": "v"}),
+    ("ar_fusion_us", "finalize kernel, all-reduce fusion", {"color": "tab:orange", "marker": "^"}),
+    ("nccl_us", "separate kernels and NCCL", {"color": "tab:red", "marker": "v"}),
     ("link_us", "link limit", {"color": "0.5", "linestyle": ":"}),
     ("memory_us", "memory limit", {"color": "0.5", "linestyle": "--"}),
 )
 _LIMITS = ("link_us", "memory_us")
-_PANEL = ("op", "protocol", "world", "hidden", "top_k", "dtype", "comm_dtype", "preset", "quant")
+_PANEL = ("op", "protocol", "world", "hidden", "top_k", "dtype", "comm_dtype", "preset")
 
 
 def plot(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
-    """Draw a panel for each shape that the rows name, and write the file."""
+    """Draw a panel for each operation and shape of rows that are not quantised; write the file."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot
 
     panels: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
+    for row in (row for row in rows if row.get("quant") is None):
         panels.setdefault(tuple(row.get(key) for key in _PANEL), []).append(row)
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
@@ -53,8 +53,8 @@ def plot(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
         wire = "" if named["comm_dtype"] == named["dtype"] else f" ({named['comm_dtype']} travels)"
         axis.set_title(
             (f"{named['preset']}: " if named["preset"] else "")
-            + f"hidden {named['hidden']}, top-{named['top_k']}, {named['world']} ranks, "
-            f"{named['dtype']}{wire}" + (f", {named['quant']}" if named["quant"] else ""),
+            + f"{named['op']}, {named['protocol']}, hidden {named['hidden']}, "
+            f"{named['world']} ranks, {named['dtype']}{wire}",
             fontsize=9,
         )
         axis.set_xscale("log", base=2)
@@ -67,6 +67,6 @@ def plot(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
         axis.set_ylabel("µs a launch")
         axis.grid(True, which="both", alpha=0.25)
         axis.legend(fontsize=8)
-    figure.suptitle(f"{rows[0]['op']}, {rows[0]['gpu']}, commit {rows[0]['commit']}", fontsize=10)
+    figure.suptitle(f"{rows[0]['gpu']}, commit {rows[0]['commit']}", fontsize=10)
     figure.savefig(png, dpi=130)
     pyplot.close(figure)

@@ -78,6 +78,8 @@ class Log:
 def _commit() -> str:
     if not IS_CHECKOUT:
         return f"wheel {__version__}"
+    if os.environ.get("MOE_AR_COMMIT"):
+        return os.environ["MOE_AR_COMMIT"]
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"],
@@ -88,7 +90,7 @@ def _commit() -> str:
         )
         return done.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("MOE_AR_COMMIT", "unknown")
+        return "unknown"
 
 
 def _driver() -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -95,6 +98,39 @@ def hang(group: WorkerGroup) -> None:
     time.sleep(100)
 
 
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """A rank that goes on alone would spin on its GPU until it gives up."""
+    script = tmp_path / "starts.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "from cupy_moe_ar.testing import spawn_ranks\n"
+        "def rank(group, folder):\n"
+        "    (pathlib.Path(folder) / f'{os.getpid()}.pid').touch()\n"
+        "    time.sleep(100)\n"
+        "if __name__ == '__main__':\n"
+        "    spawn_ranks(2, rank, sys.argv[1])\n"
+    )
+    with subprocess.Popen([sys.executable, str(script), str(tmp_path)]) as parent:
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.glob("*.pid"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        ranks = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        assert all(map(runs, ranks))
+        parent.kill()
+    while any(map(runs, ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # ---- dead peers ----------------------------------------------------------------------------------
 
 
@@ -138,8 +174,10 @@ def survive(group: WorkerGroup, phase: str, dead: int) -> None:
             workspace.check()
         assert (caught.value.rank, caught.value.missing_rank) == (rank.rank, dead)
         assert caught.value.launch == (3 if phase == "between" else 0)
+        left = Rank(group.without(dead))
+        left.device, left.stream = rank.device, rank.stream
         with pytest.raises(PeerTimeoutError):
-            finalize(Rank(group.without(dead)), workspace, case)
+            finalize(left, workspace, case)
         with pytest.raises(PeerTimeoutError):
             planned.run()
         workspace.check = lambda: None  # type: ignore[method-assign] # as if already queued
