@@ -123,6 +123,7 @@ COLUMNS = (  # option that asks for it, key, head, format
     ("floor", "ratio", "ratio", ".2f"),
     ("baselines", "ar_fusion_us", "ar_fusion_us", ".2f"),
     ("baselines", "nccl_us", " nccl_us", ".2f"),
+    ("prefill", "after_prefill_us", "after prefill", ".2f"),
     ("floor", "link_us", " link_us", ".2f"),
     ("floor", "memory_us", "memory_us", ".2f"),
     ("host", "host_call_us", "host: call", ".1f"),

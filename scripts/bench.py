@@ -15,6 +15,7 @@ import argparse
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,9 @@ def arguments() -> argparse.ArgumentParser:
     more.add_argument("--floor", action="store_true", help="bare exchange and other limits")
     more.add_argument("--baselines", action="store_true", help="what users would run instead")
     more.add_argument("--host", action="store_true", help="host time of a call")
+    more.add_argument(
+        "--prefill", type=positive, metavar="TOKENS", help="also time a launch after one of so many"
+    )
     more.add_argument("--shapes", action="store_true", help="every launch that the planner knows")
     more.add_argument(
         "--quant", choices=FORMATS, nargs="+", metavar="FORMAT", default=[],
@@ -107,6 +111,7 @@ class Bench:
         self.floors: Floors | None = None
         self.nccl: NcclBaseline | None = None
         self.kernels: Kernels | None = None
+        self._prefills: dict[Preset, Callable[[], None]] = {}
         if not (options.floor or options.baselines):
             return
         if not rank.on_gpu:
@@ -161,17 +166,7 @@ class Bench:
         home = self.workspace.home("bench")
         protocol = operation.describe(home, **sample, dtype=case.dtype).protocol
 
-        def call(launch_shape: LaunchShape | None = None) -> None:
-            operation.call(
-                workspace=self.workspace,
-                **sample,
-                dtype=case.dtype,
-                launch_with_pdl=not options.no_pdl,
-                trigger_completion_at_end=not options.early_trigger,
-                launch_shape=launch_shape,
-                stream=rank.stream,
-            )
-
+        call = self._caller(case, sample)
         us = rank.time_us(call, options.replays)
         errors, floor, equal = self._judge(case, inputs, common, outputs)
         model = case.model
@@ -223,6 +218,8 @@ class Bench:
             row["nccl_us"] = self.nccl.time_us(case, arrays, **by_nccl)
             their_errors, _, _ = self._judge(case, inputs, common, by_nccl)
             row["nccl_residual_mean_abs_error"] = their_errors["residual_out"][0]
+        if options.prefill and quant is None:
+            row["after_prefill_us"] = self._after_prefill_us(case, call)
         if options.host:
             row |= self._host(case, call, sample, protocol, quant)
         shapes = self._shapes(case, call, protocol, quant) if options.shapes else []
@@ -236,6 +233,43 @@ class Bench:
             self.log.say(shape_table(shapes))
         sound = equal and bool(np.isfinite([worst for _, worst in errors.values()]).all())
         return {**row, "sound": all(rank.group.allgather(sound))}
+
+    def _caller(self, case: Case, sample: Row) -> Callable[..., None]:
+        """Return what makes the call, with a launch shape if it is given one."""
+        options = self.options
+
+        def call(launch_shape: LaunchShape | None = None) -> None:
+            self.operation.call(
+                workspace=self.workspace,
+                **sample,
+                dtype=case.dtype,
+                launch_with_pdl=not options.no_pdl,
+                trigger_completion_at_end=not options.early_trigger,
+                launch_shape=launch_shape,
+                stream=self.rank.stream,
+            )
+
+        return call
+
+    def _after_prefill_us(self, case: Case, call: Callable[[], None]) -> float:
+        """Time a launch that follows a prefill's: the two as one, less the prefill's alone."""
+        rank, replays = self.rank, self.options.replays
+        if case.model not in self._prefills:
+            large = replace(case, tokens=self.options.prefill)
+            given = self.operation.inputs(large, rank.index) | common_inputs(large)
+            arrays = {name: rank.put(array) for name, array in given.items() if array is not None}
+            room = np.full((large.tokens, large.model.hidden), np.nan, self.np_dtype)
+            outputs = {name: rank.put(room) for name in OUTPUTS}
+            sample = {**arrays, **outputs, **self.operation.options(large)}
+            sample["use_oneshot"] = PROTOCOLS[self.options.protocol]
+            self._prefills[case.model] = self._caller(large, sample)
+        prefill = self._prefills[case.model]
+
+        def both() -> None:
+            prefill()
+            call()
+
+        return rank.time_us(both, replays) - rank.time_us(prefill, replays)
 
     def _exact(self, quant: str, given: float | None, norm_out: Any, quantised: Row) -> bool:
         """Whether the quantised outputs are, bit for bit, what the norm asks for."""
@@ -373,7 +407,8 @@ def bench(group: Group, options: argparse.Namespace) -> int:
         for model in several
         for tokens in options.tokens
     ]
-    capacity = max(options.capacity or (2048 if backend == "cuda" else 1), *options.tokens)
+    least = max(*options.tokens, options.prefill or 1)
+    capacity = max(options.capacity or (2048 if backend == "cuda" else 1), least)
     operations = {options.op, "allreduce"} if options.baselines else {options.op}
     workspace = Workspace(
         group,

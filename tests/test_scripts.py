@@ -301,8 +301,10 @@ def test_bench_runs_every_operation_and_protocol(
 ) -> None:
     out = tmp_path / "rows.json"
     command = (sys.executable, SCRIPTS / "bench.py", out, "--in-process", 2, "--replays", 1)
-    run(*command, *SMALL, "--op", operation, "--protocol", protocol, "--shapes", "--host")
+    run(*command, *SMALL, "--op", operation, "--protocol", protocol, "--shapes", "--host",
+        "--prefill", 5)  # fmt: skip
     for row in json.loads(out.read_text()):
+        assert isinstance(row["after_prefill_us"], float)
         assert (row["op"], row["protocol"], row["bits_equal"]) == (operation, protocol, True)
         assert row["served_by"] == ("oneshot" if protocol == "auto" else protocol)
         assert row["residual_mean_abs_error"] < 1.18 * row["residual_rounding_floor"]
