@@ -776,16 +776,14 @@ def plan_moe_reduction_allreduce_fusion(
 def _plan(
     function: str, describe: Callable[..., Call], workspace: Workspace, arguments: dict[str, Any]
 ) -> PlannedCall:
-    home = workspace.home(function)
     stream = arguments.pop("stream", None)
-    options = {
+    options: dict[str, Any] = {
         name: arguments.pop(name)
         for name in ("launch_with_pdl", "launch_shape")
         if name in arguments
     }
-    call = _agreed(workspace, function, lambda: describe(home, **arguments))
-    launch = workspace.plan(function, call, **options)
-    return PlannedCall(launch, _stream(function, home, stream, arguments), arguments)
+    settled = _settled(function, describe, workspace, arguments, options, stream)
+    return PlannedCall(*settled, arguments)
 
 
 def _launch(
@@ -809,14 +807,15 @@ def _launch(
         with contextlib.suppress(TypeError, ValueError):  # `describe` puts them into words
             key = (function, *options.values(), *map(_identity, arguments.values()))
             launch = workspace.launches.get(key)
-    if launch is None:
-        call = _agreed(workspace, function, lambda: describe(home, **arguments))
-        launch = workspace.plan(function, call, **options)
-        if key is not None:
-            if len(workspace.launches) >= _REMEMBERED:
-                workspace.launches.clear()
-            workspace.launches[key] = launch
-    launch.run(_stream(function, home, stream, arguments))
+    if launch is not None:
+        launch.run(_stream(function, home, stream, arguments))
+        return
+    launch, handle = _settled(function, describe, workspace, arguments, options, stream)
+    if key is not None:
+        if len(workspace.launches) >= _REMEMBERED:
+            workspace.launches.clear()
+        workspace.launches[key] = launch
+    launch.run(handle)
 
 
 def _identity(argument: Any) -> Any:
@@ -826,17 +825,32 @@ def _identity(argument: Any) -> Any:
     return identity(argument)
 
 
-def _agreed(workspace: Workspace, function: str, describe: Callable[[], Call]) -> Call:
-    """Describe a call; with `MOE_AR_CHECK` compare it over the group."""
+def _settled(
+    function: str,
+    describe: Callable[..., Call],
+    workspace: Workspace,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+    stream: Any,
+) -> tuple[Launch, int]:
+    """Check and plan a call and find its stream; with `MOE_AR_CHECK` compare it over the group."""
+    home = workspace.home(function)
+
+    def settle() -> tuple[Call, Launch, int]:
+        call = describe(home, **arguments)
+        launch = workspace.plan(function, call, **options)
+        return call, launch, _stream(function, home, stream, arguments)
+
     if not workspace.checked:
-        return describe()
+        return settle()[1:]
+    shape = options.get("launch_shape")
     try:
-        call = describe()
+        call, launch, handle = settle()
     except ArgumentError as error:
-        workspace.agree(function, error.faults, None)
+        workspace.agree(function, error.faults, None, shape)
         raise
-    workspace.agree(function, (), call)
-    return call
+    workspace.agree(function, (), call, shape)
+    return launch, handle
 
 
 def _stream(function: str, home: Home, stream: Any, arguments: dict[str, Any]) -> int:

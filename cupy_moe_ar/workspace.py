@@ -665,7 +665,13 @@ class Workspace:
         """Whether `MOE_AR_CHECK` asks for agreement over the group at each call."""
         return self._checked
 
-    def agree(self, function: str, faults: Sequence[str], call: Call | None) -> None:
+    def agree(
+        self,
+        function: str,
+        faults: Sequence[str],
+        call: Call | None,
+        launch_shape: LaunchShape | None,
+    ) -> None:
         """Compare a call with the peers' and validate its indices; collective, for debugging."""
         faults = list(faults)
         address = dict(call.addresses)["route_index"] if call else 0
@@ -678,7 +684,7 @@ class Workspace:
                     "expanded_idx_to_permuted_idx must hold -1 (no route) or row numbers below "
                     f"num_permuted_rows = {call.num_permuted_rows}; got {wrong[0]}"
                 )
-        _agree(self._group, function, faults, call and call.same)
+        _agree(self._group, function, faults, (call and call.same, launch_shape))
 
     def rebind_stream(self) -> None:
         """Let the next launch choose the stream that the workspace is bound to.

@@ -282,6 +282,9 @@ DIFFER = ["must be the same on every rank"]
           for name in ("gamma dtype", "rows alignment", "no outputs")),
         *((value(**{name: 0.25}), DIFFER)
           for name in ("rms_eps", "weight_bias", "routed_scaling_factor")),
+        (value(launch_shape=LaunchShape(16, 32, "row")), ["rank {}: launch_shape must be one of"]),
+        (value(launch_shape=LaunchShape(1, 32, "long")), DIFFER),
+        (value(stream="no stream"), ["rank {}: stream"]),
         (sized(TOKENS - 1, HIDDEN, TOP_K), DIFFER),
         (sized(TOKENS, HIDDEN, 1), DIFFER),
     ],
