@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .arrays import CPU, current_stream, identity, stream_handle
@@ -836,21 +836,19 @@ def _settled(
     """Check and plan a call and find its stream; with `MOE_AR_CHECK` compare it over the group."""
     home = workspace.home(function)
 
-    def settle() -> tuple[Call, Launch, int]:
+    call: Call | None = None
+    faults: Sequence[str] = ()
+    try:
         call = describe(home, **arguments)
         launch = workspace.plan(function, call, **options)
-        return call, launch, _stream(function, home, stream, arguments)
-
-    if not workspace.checked:
-        return settle()[1:]
-    shape = options.get("launch_shape")
-    try:
-        call, launch, handle = settle()
+        return launch, _stream(function, home, stream, arguments)
     except ArgumentError as error:
-        workspace.agree(function, error.faults, None, shape)
+        call, faults = None, error.faults
         raise
-    workspace.agree(function, (), call, shape)
-    return launch, handle
+    finally:
+        # Whatever became of the call here, the peers may be waiting.
+        if workspace.checked:
+            workspace.agree(function, faults, call, options.get("launch_shape"))
 
 
 def _stream(function: str, home: Home, stream: Any, arguments: dict[str, Any]) -> int:

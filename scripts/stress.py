@@ -92,6 +92,7 @@ class Options:
         dtypes: Names of `DTYPES`.
         timeout_s: The workspace's.
         repeats: On GPUs, launches that are compared on the device.
+        programmatic: Every launch is programmatic and triggers early.
     """
 
     seed: int
@@ -102,6 +103,7 @@ class Options:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     timeout_s: float = 30.0
     repeats: int = 100_000
+    programmatic: bool = False
 
     def generator(self, *key: int) -> np.random.Generator:
         """Return random numbers for a key."""
@@ -172,8 +174,8 @@ class Spec:
                if operation == "moe_finalize" else {}),
             launch={
                 "use_oneshot": (None, True, False)[rng.integers(3)] if twoshot else True,
-                "launch_with_pdl": bool(rng.random() < 0.5),
-                "trigger_completion_at_end": bool(rng.random() < 0.7),
+                "launch_with_pdl": bool(rng.random() < 0.5) or options.programmatic,
+                "trigger_completion_at_end": bool(rng.random() < 0.7) and not options.programmatic,
             },
             launch_shape=shapes[rng.integers(len(shapes))] if rng.random() < 0.6 else None,
         )  # fmt: skip
@@ -493,7 +495,7 @@ class Stress:
         if isinstance(backend, CpuBackend):
             backend.seed = int(rng.integers(1, 2**31))
             backend.resident_clusters = int(rng.choice([1, 1, 2]))
-            backend.overlap = bool(rng.random() < 0.7)
+            backend.overlap = bool(rng.random() < 0.7) or self.options.programmatic
         if rng.random() < 0.5:  # points and microseconds; heeded by a test build only
             workspace._params.delays = int(rng.integers(32)) | int(rng.choice([5, 20, 200])) << 8
         else:

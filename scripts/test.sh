@@ -11,7 +11,7 @@ cd "$ROOT"
 
 runs=(1)
 if ((GPU_COUNT == 0)); then
-  runs+=(2 4)
+  runs+=(3)
 elif ((GPU_COUNT > 1)); then
   runs+=("$((GPU_COUNT < 8 ? GPU_COUNT : 8))")
 fi

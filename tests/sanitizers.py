@@ -19,7 +19,8 @@ TESTS = Path(__file__).parent
 # libubsan comes with the kernels; libasan wants to see libstdc++ first, whose functions it wraps.
 _PRELOADED = {THREAD: ("libtsan.so",), MEMORY: ("libasan.so", "libstdc++.so.6")}
 _OPTIONS = {
-    "TSAN_OPTIONS": f"exitcode={REPORT}",
+    # libc frees what a thread kept for itself when the next thread takes its stack.
+    "TSAN_OPTIONS": f"exitcode={REPORT}:suppressions={TESTS / 'tsan.supp'}",
     "ASAN_OPTIONS": f"exitcode={REPORT}:detect_leaks=0",  # Python leaves much to the system
     "UBSAN_OPTIONS": f"exitcode={REPORT}:print_stacktrace=1",
 }

@@ -58,7 +58,13 @@ def import_path() -> Iterator[None]:
 
 
 def run(
-    folder: Path, edits: Edits, monkeypatch: pytest.MonkeyPatch, size: int, wire: str, launches: int
+    folder: Path,
+    edits: Edits,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    wire: str,
+    launches: int,
+    programmatic: bool,
 ) -> list[stress.Result]:
     """Stress kernels with these edits."""
     root = folder / "cuda_src"
@@ -71,16 +77,23 @@ def run(
     monkeypatch.setenv("MOE_AR_BACKEND", "cpu")
     monkeypatch.setenv("MOE_AR_DELAYS", "1")
     options = stress.Options(
-        seed=5, launches=launches, operations=("allreduce",), dtypes=(wire,), timeout_s=1.0
+        seed=5,
+        launches=launches,
+        operations=("allreduce",),
+        dtypes=(wire,),
+        timeout_s=1.0,
+        programmatic=programmatic,
     )
     return run_ranks(size, lambda group: stress.stress(group, options))
 
 
-@pytest.mark.parametrize(("size", "wire"), [(2, "bfloat16/float32"), (3, "bfloat16")])
+@pytest.mark.parametrize(
+    ("size", "wire", "programmatic"), [(2, "bfloat16/float32", True), (3, "bfloat16", False)]
+)
 def test_delays_alone_harm_nothing(
-    size: int, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, wire: str, programmatic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for result in run(tmp_path, [], monkeypatch, size, wire, 192):
+    for result in run(tmp_path, [], monkeypatch, size, wire, 192, programmatic):
         assert (result.launches, result.failures) == (192, {})
 
 
@@ -102,5 +115,5 @@ def test_delays_alone_harm_nothing(
 def test_planted_fault_is_noticed(
     fault: str, size: int, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = run(tmp_path, FAULTS[fault], monkeypatch, size, wire, 1024)
+    results = run(tmp_path, FAULTS[fault], monkeypatch, size, wire, 1024, "grid" in fault)
     assert any(result.failures for result in results)

@@ -61,7 +61,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     output("-c", BUILD, "build_sdist", folder, cwd=copy, PYTHONPATH=backend)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        # Python 3.11.4 and newer ask for a filter.
+        archive.extractall(
+            folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     unpacked = folder / sdist.name.removesuffix(".tar.gz")
     output("-c", BUILD, "build_wheel", folder, cwd=unpacked, PYTHONPATH=backend)
     (wheel,) = folder.glob("*.whl")
