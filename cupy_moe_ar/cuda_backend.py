@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from . import abi
 from .compile import Variant, compile_all, nvrtc_version
@@ -21,6 +20,7 @@ from .launch import (
     load,
     max_cluster_size,
     occupancy,
+    on_device,
     runs_under_mps,
     version_problem,
 )
@@ -100,7 +100,7 @@ class CudaBackend:
         self._sm_margin = sm_margin
         if not driver.ctxGetCurrent():
             runtime.setDevice(device)
-        with self._on_device():
+        with on_device(self.device):
             self.device_limits = device_limits(device)
         self.locate()
         if not 0 <= sm_margin < self.device_limits.sm_count:
@@ -113,18 +113,6 @@ class CudaBackend:
         self._control = 0
         self._record_host = 0
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        current = self._runtime.getDevice()
-        if current == self.device:
-            yield
-            return
-        self._runtime.setDevice(self.device)
-        try:
-            yield
-        finally:
-            self._runtime.setDevice(current)
-
     @property
     def record(self) -> abi.TimeoutRecord:
         """Where a kernel notes why it gave up: host memory mapped into the device."""
@@ -132,12 +120,12 @@ class CudaBackend:
 
     def locate(self) -> None:
         """Look where this process runs."""
-        with self._on_device():
+        with on_device(self.device):
             self.place: Place = place_on(self.device)
 
     def allocate(self, group: Group, nbytes: int) -> tuple[SymmetricMemory, int]:
         """Allocate slabs of `nbytes` and, once, the control block; return them and its address."""
-        with self._on_device():
+        with on_device(self.device):
             staged(group, "allocating the control block", self._allocate_control)
             memory = SymmetricMemory(group, lambda: CudaSlab(nbytes, self.device, self.place))
             self._reset(memory.pointers)
@@ -156,7 +144,7 @@ class CudaBackend:
 
         A graph that is replayed nevertheless then faults at once: its slabs lie at address 0.
         """
-        with self._on_device():
+        with on_device(self.device):
             self._reset(())
 
     def _reset(self, pointers: Sequence[int]) -> None:
@@ -183,7 +171,7 @@ class CudaBackend:
         """Load compiled variants; return how many clusters of each shape run side by side."""
         arch = self.device_limits.arch
         resident = {}
-        with self._on_device():
+        with on_device(self.device):
             for (variant, _), path in compile_all(variants, arch).items():
                 if variant not in self._kernels:
                     loaded = load(path, *variant.kernels.values())
@@ -225,7 +213,7 @@ class CudaBackend:
             if current() == device:
                 launch(address, stream)
                 return
-            with self._on_device():
+            with on_device(self.device):
                 launch(address, stream)
 
         address = ctypes.addressof(params)
@@ -254,7 +242,7 @@ class CudaBackend:
     def read(self, address: int, nbytes: int) -> bytes:
         """Copy device memory to the host; waits for the device."""
         data = ctypes.create_string_buffer(nbytes)
-        with self._on_device():
+        with on_device(self.device):
             self._runtime.deviceSynchronize()
             self._runtime.memcpy(ctypes.addressof(data), address, nbytes, _DEVICE_TO_HOST)
         return data.raw
@@ -264,7 +252,7 @@ class CudaBackend:
         runtime = self._runtime
         word = ctypes.c_uint32(1 + rank)  # ControlBlock.broken
         non_blocking = 1
-        with self._on_device():
+        with on_device(self.device):
             stream = runtime.streamCreateWithFlags(non_blocking)
             try:
                 runtime.memcpyAsync(
@@ -281,12 +269,12 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        with self._on_device():
+        with on_device(self.device):
             self._runtime.deviceSynchronize()
 
     def close(self) -> None:
         """Free what is this rank's alone."""
-        with self._on_device():
+        with on_device(self.device):
             if self._control:
                 self._runtime.free(self._control)
                 self._control = 0

@@ -8,10 +8,12 @@ and a `WorkspaceError` on any other error of the driver.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ __all__ = [
     "load",
     "max_cluster_size",
     "occupancy",
+    "on_device",
     "runs_under_mps",
     "version_problem",
 ]
@@ -221,6 +224,22 @@ def driver_version() -> tuple[int, int]:
     """Return the newest CUDA version, as (major, minor), that the driver supports."""
     version = int(_check(_driver().cuDriverGetVersion(), "reading the driver's version"))
     return version // 1000, version % 1000 // 10
+
+
+@contextlib.contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make a device the calling thread's current one for a while."""
+    from cupy.cuda import runtime
+
+    current = runtime.getDevice()
+    if current == device:
+        yield
+        return
+    runtime.setDevice(device)
+    try:
+        yield
+    finally:
+        runtime.setDevice(current)
 
 
 def runs_under_mps(device: int) -> bool:

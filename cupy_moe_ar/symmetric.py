@@ -18,13 +18,14 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from .abi import SENTINEL, SLAB_FAREWELL_OFFSET, SLAB_HEADER_BYTES, SLAB_PROBE_OFFSET
 from .errors import UnsupportedError
 from .group import Group, meet, staged
+from .launch import on_device
 from .sharing import Place, has_ended, why_not_exported, why_not_shared
 
 __all__ = ["CudaSlab", "HostSlab", "Slab", "SymmetricMemory"]
@@ -222,18 +223,6 @@ class CudaSlab:
             runtime.free(self.pointer)
             raise
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        current = self._runtime.getDevice()
-        if current == self.device:
-            yield
-            return
-        self._runtime.setDevice(self.device)
-        try:
-            yield
-        finally:
-            self._runtime.setDevice(current)
-
     def export(self) -> object:
         """Return what another process needs to map this slab."""
         try:
@@ -273,7 +262,7 @@ class CudaSlab:
         """Write 64 bits at an address in the own or in a mapped slab."""
         word = ctypes.c_uint64(value)
         host_to_device = 1
-        with self._on_device():
+        with on_device(self.device):
             self._runtime.memcpy(address, ctypes.addressof(word), 8, host_to_device)
             self._runtime.deviceSynchronize()  # such a copy may return before it has arrived
 
@@ -281,20 +270,20 @@ class CudaSlab:
         """Read 64-bit words of the own slab."""
         words = (ctypes.c_uint64 * count)()
         device_to_host = 2
-        with self._on_device():
+        with on_device(self.device):
             self._runtime.memcpy(ctypes.addressof(words), address, 8 * count, device_to_host)
         return list(words)
 
     def close_peers(self) -> None:
         """Unmap the peers' slabs."""
-        with self._on_device():
+        with on_device(self.device):
             while self._opened:
                 self._runtime.ipcCloseMemHandle(self._opened.pop())
 
     def free(self) -> None:
         """Free the own slab; no peer may have it mapped."""
         if self.pointer:
-            with self._on_device():
+            with on_device(self.device):
                 self._runtime.free(self.pointer)
             self.pointer = 0
 
