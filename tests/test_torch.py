@@ -130,13 +130,13 @@ def given(numbers: Tensors, rank: Rank) -> Tensors:
 
 @pytest.mark.parametrize(
     ("quant", "name", "dtype", "formats"),
-    [
+    [  # kernels that tests/test_quant.py compiles, too
         ("nvfp4", "allreduce_fusion", BF16, [
             {"scale_factor": 0.25}, {"scale_factor": np.float32([0.003]), "scale_layout": "linear"},
         ]),
         ("fp8_per_token_group", "allreduce_fusion", F16, [{}, GROUPS]),
-        ("fp8_static", "moe_reduction_allreduce_fusion", F16, [{"scale_factor": 0.01}]),
-        ("mxfp8", "moe_finalize_allreduce_fusion", BF16, [{"scale_layout": "linear"}]),
+        ("fp8_static", "moe_reduction_allreduce_fusion", F32, [{"scale_factor": 0.01}]),
+        ("fp8_per_token", "moe_finalize_allreduce_fusion", F16, [{}]),
     ],
 )  # fmt: skip
 @each_world(2)
