@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cases import (
     BF16,
@@ -27,8 +28,9 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch_cases import Tensors, array, tensors, torch_stream  # noqa: E402
+from torch_cases import tensor as rank_tensor  # noqa: E402
 
-from cupy_moe_ar import ArgumentError, UnsupportedError, WorkspaceError  # noqa: E402
+from cupy_moe_ar import ArgumentError, UnsupportedError, WorkspaceError, codecs  # noqa: E402
 from cupy_moe_ar.group import ThreadGroup  # noqa: E402
 from cupy_moe_ar.integrations import flashinfer as comm  # noqa: E402
 from cupy_moe_ar.integrations.flashinfer import AllReduceFusionPattern as Pattern  # noqa: E402
@@ -211,6 +213,233 @@ def test_both_16_bit_types_are_prepared(ranks: Ranks) -> None:
         workspace.destroy()
 
 
+# ---- quantised outputs ---------------------------------------------------------------------------
+
+ROW = 640  # 5 groups of 128: two words of packed scales, the second mostly padding
+FORMATS = {
+    "fp8_static": (Pattern.kARResidualRMSNormFP8Quant, Pattern.kARResidualRMSNormOutFP8Quant),
+    "nvfp4": (Pattern.kARResidualRMSNormFP4Quant, Pattern.kARResidualRMSNormOutFP4Quant),
+    "fp8_per_token_group": (
+        Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant,
+        Pattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant,
+    ),
+    "fp8_per_token": (
+        Pattern.kARResidualRMSNormDynamicFP8Quant,
+        Pattern.kARResidualRMSNormOutDynamicFP8Quant,
+    ),
+}
+CANARY = 0x7F7F7F7F
+
+
+def packed(like: Any, tokens: int) -> tuple[Any, Any]:
+    """Scales of groups as upstream has them, and the memory they are in, with a canary behind."""
+    column = -(-tokens // 4) * 4
+    memory = like.new_full((tokens + column + 4,), CANARY, dtype=torch.int32)
+    return memory.as_strided((tokens, 2), (1, column)), memory
+
+
+@each_world(2)
+def test_quantised_patterns(ranks: Ranks) -> None:
+    """Codes of the norm that the same call writes; upstream's scales, converted."""
+    whole = dense_case(ranks.size, TOKENS, ROW)
+
+    @on_ranks(ranks)
+    def body(rank: Rank) -> None:
+        workspace = create(rank, hidden_dim=ROW, quant=list(FORMATS))
+
+        def run(quant: str, case: Case, made: Tensors, more: Tensors) -> Any:
+            """Call both patterns of a format; return the norm."""
+            first, rest = split(rank, case)
+            norm, untouched = blank(first), blank(first)
+            codes = []
+            for pattern, out in zip(FORMATS[quant], (untouched, norm), strict=True):
+                for output in made.values():
+                    output.view(torch.uint8).fill_(3)
+                found = comm.allreduce_fusion(
+                    first, workspace, pattern, norm_out=out, **rest, **made, **more
+                )
+                assert found is made["quant_out"]
+                codes.append({name: raw(output) for name, output in made.items()})
+            assert untouched.isnan().all()
+            check(case, {"norm_out": array(norm)})
+            for name in made:
+                np.testing.assert_array_equal(codes[0][name], codes[1][name])
+            return array(norm)
+
+        def empty(*shape: int, dtype: Any = torch.uint8) -> Any:
+            return rank_tensor(rank, np.empty(shape, np.uint8)).to(dtype)
+
+        fp8 = empty(TOKENS, ROW, dtype=torch.float8_e4m3fn)
+        for scale in (0.02, np.float32([0.02])):
+            outputs = {"quant_out": fp8, "scale_out": empty(1)}
+            norm = run("fp8_static", whole, outputs, {"scale_factor": given(rank, scale)})
+            codes, _ = codecs.quantize(norm, "fp8_static", scale_factor=np.float32(0.02))
+            np.testing.assert_array_equal(raw(fp8), codes)
+            assert raw(outputs["scale_out"]) == 3
+            near = codecs.dequantize(raw(fp8), None, "fp8_static", scale_factor=0.02)
+            np.testing.assert_allclose(near, norm.astype(np.float32), rtol=0.07, atol=1e-3)
+
+        outputs = {"quant_out": fp8, "scale_out": empty(TOKENS, 1, dtype=torch.float32)}
+        norm = run("fp8_per_token", whole, outputs, {})
+        codes, scales = codecs.quantize(norm, "fp8_per_token")
+        np.testing.assert_array_equal(raw(fp8), codes)
+        np.testing.assert_array_equal(array(outputs["scale_out"])[:, 0], scales)
+
+        largest = np.abs(norm.astype(np.float32)).max()
+        upstream = np.float32(448 * 6) / largest
+        ours = np.float32(1) / upstream
+        for code, layout, scale_out in (
+            (None, "swizzled_128x4", empty(128, 40)),
+            (comm.QuantizationSFLayout.SWIZZLED_128x4, "swizzled_128x4",
+             empty(128, 10, dtype=torch.int32)),
+            (comm.QuantizationSFLayout.LINEAR, "linear", empty(TOKENS, 40)),
+        ):  # fmt: skip
+            for scale in (float(upstream), upstream.reshape(1)):
+                outputs = {"quant_out": empty(TOKENS, ROW // 2), "scale_out": scale_out}
+                more = {"scale_factor": given(rank, scale), "layout_code": code}
+                norm = run("nvfp4", whole, outputs, more)
+                options: Any = {"scale_factor": ours, "scale_layout": layout}
+                codes, scales = codecs.quantize(norm, "nvfp4", **options)
+                np.testing.assert_array_equal(raw(outputs["quant_out"]), codes)
+                np.testing.assert_array_equal(raw(scale_out).reshape(-1), scales)
+                assert codecs.decode_e4m3(raw(scale_out)).max() == 448
+                near = codecs.dequantize(codes, scales, "nvfp4", **options)
+                np.testing.assert_allclose(near, norm.astype(np.float32), atol=largest / 6)
+
+        for tokens in (TOKENS, 4):
+            scale_out, memory = packed(fp8, tokens)
+            first, rest = split(rank, whole.first(tokens))
+            norm, fp8 = blank(first), fp8[:tokens]
+            for pattern in FORMATS["fp8_per_token_group"]:
+                memory.fill_(CANARY)
+                found = comm.allreduce_fusion(
+                    first, workspace, pattern, norm_out=norm, quant_out=fp8, scale_out=scale_out,
+                    block_quant_group_size=128, **rest,
+                )  # fmt: skip
+                assert found is fp8
+            codes, scales = codecs.quantize(
+                array(norm), "fp8_per_token_group", scale_layout="column_major", scale_dtype="ue8m0"
+            )
+            assert scales is not None
+            np.testing.assert_array_equal(raw(fp8), codes)
+            words = scales.view(np.int32).reshape(2, -1)[:, :tokens]
+            np.testing.assert_array_equal(array(scale_out), words.T)
+            assert (memory == CANARY).sum() == len(memory) - 2 * tokens
+
+        # Sizes of its own, so that tensors may be flat.
+        first, rest = split(rank, whole)
+        norm, residual = (blank(first).flatten() for _ in range(2))
+        for quant, columns, scale_out, scale in (
+            ("nvfp4", ROW // 2, empty(TOKENS * 40), float(upstream)),
+            ("fp8_static", ROW, None, 0.5),
+        ):
+            quant_out = empty(TOKENS * columns)
+            comm.trtllm_allreduce_fusion(
+                first.flatten(), rank.size, rank.rank, TOKENS, ROW, workspace, False, True, True,
+                FORMATS[quant][1], None, None, rest["residual_in"].flatten(), residual, norm,
+                quant_out, scale_out, rest["rms_gamma"], 1e-6, scale, 2,
+            )  # fmt: skip
+            options = {"scale_factor": ours, "scale_layout": "linear"}
+            if quant == "fp8_static":
+                options = {"scale_factor": 0.5}
+            codes, _ = codecs.quantize(array(norm).reshape(whole.shape), quant, **options)
+            np.testing.assert_array_equal(raw(quant_out), codes.reshape(-1))
+        workspace.destroy()
+
+
+def given(rank: Rank, scale: Any) -> Any:
+    return scale if isinstance(scale, float) else rank_tensor(rank, scale)
+
+
+def raw(output: Any) -> Any:
+    return output.contiguous().view(torch.uint8).cpu().numpy().copy()
+
+
+@each_world(1)
+def test_quantised_patterns_compile(ranks: Ranks) -> None:
+    case = dense_case(1, TOKENS, ROW)
+
+    @on_ranks(ranks)
+    def body(rank: Rank) -> None:
+        workspace = create(rank, hidden_dim=ROW, quant=("nvfp4", "fp8_per_token_group"))
+        first, rest = split(rank, case)
+        halves, scales = (first.new_empty(x, dtype=torch.uint8) for x in ((5, 320), (5, 40)))
+        groups = packed(first, TOKENS)[0]
+
+        def end(first: Any, halves: Any, scales: Any, groups: Any, **rest: Any) -> Any:
+            fp8 = torch.empty_like(first, dtype=torch.float8_e4m3fn)
+            four = comm.allreduce_fusion(
+                first, workspace, 3, quant_out=halves, scale_out=scales, scale_factor=8.0,
+                layout_code=2, **rest,
+            )  # fmt: skip
+            eight = comm.allreduce_fusion(
+                first, workspace, 8, quant_out=fp8, scale_out=groups, block_quant_group_size=128,
+                **rest,
+            )  # fmt: skip
+            return four + 1, eight.view(torch.uint8) + 1
+
+        told = []
+        for function in (end, torch.compile(end, backend="aot_eager", fullgraph=True)):
+            for output in (halves, scales, groups):
+                output.fill_(1)
+            codes = function(first, halves, scales, groups, **rest)
+            told.append([raw(x) for x in (*codes, halves, scales, groups)])
+        assert told[0][2].any()
+        for eager, compiled in zip(*told, strict=True):
+            np.testing.assert_array_equal(eager, compiled)
+        torch._dynamo.reset()
+        workspace.destroy()
+
+
+def test_what_quantised_patterns_refuse() -> None:
+    rank = Rank(ThreadGroup.create(1)[0])
+    rank.stream = torch.cuda.current_stream(0) if backend() == "cuda" else None
+    workspace = create(rank, hidden_dim=ROW, quant=("nvfp4", "fp8_per_token_group"))
+    first, rest = split(rank, dense_case(1, TOKENS, ROW))
+    halves, scales = (first.new_empty(x, dtype=torch.uint8) for x in ((5, 320), (128, 40)))
+    fp8 = torch.empty_like(first, dtype=torch.float8_e4m3fn)
+    groups, memory = packed(first, TOKENS)
+    call = comm.allreduce_fusion
+
+    def four(**more: Any) -> Any:
+        options = {"quant_out": halves, "scale_out": scales, "scale_factor": 8.0, **more}
+        return call(first, workspace, 3, **rest, **options)
+
+    def eight(**more: Any) -> Any:
+        options = {"quant_out": fp8, "scale_out": groups, "block_quant_group_size": 128, **more}
+        return call(first, workspace, 8, **rest, **options)
+
+    assert four() is halves
+    for pattern, quant in ((2, "fp8_static"), (4, "fp8_static"), (10, "fp8_per_token")):
+        words = f"not made for {Pattern(pattern).name}; pass quant='{quant}' to the function that"
+        with pytest.raises(WorkspaceError, match=words):
+            call(first, workspace, pattern, quant_out=fp8, norm_out=first, scale_out=scales,
+                 scale_factor=1.0, **rest)  # fmt: skip
+    with pytest.raises(UnsupportedError, match="SWIZZLED_128x4 or LINEAR, not as SWIZZLED_8x4"):
+        four(layout_code=comm.QuantizationSFLayout.SWIZZLED_8x4)
+    with pytest.raises(ArgumentError, match=r"layout_code must be one of 0 \(SWIZ.*got 3"):
+        four(layout_code=3)
+    for nothing in (0, 0.0):
+        with pytest.raises(ArgumentError, match=r"scale_factor must be positive.*got 0\.0"):
+            four(scale_factor=nothing)
+    with pytest.raises(ArgumentError, match="scale_out must have 5120 bytes"):
+        four(scale_out=scales[:5])
+    with pytest.raises(UnsupportedError, match=r"block_quant_group_size must be 128.*got 64"):
+        eight(block_quant_group_size=64)
+    strides = r"scale_out must be int32 of shape \(5, 2\) with strides \(1, 8\); got .*\(2, 1\)"
+    with pytest.raises(ArgumentError, match=strides):
+        eight(scale_out=groups.contiguous())
+    assert (memory == CANARY).all()
+    faults = "4 faults:\n  - quant_out is.*norm_out is.*\n  - scale_out is.*\n  - scale_factor is"
+    with pytest.raises(ArgumentError, match=faults.replace("is.*norm", "is needed\n  - norm")):
+        call(first, workspace, 5, **rest)
+    with pytest.raises(ArgumentError, match="block_quant_group_size is needed"):
+        eight(block_quant_group_size=None)
+    workspace.destroy()
+    with pytest.raises(ArgumentError, match="quant must be None or one of fp8_static"):
+        create(rank, quant="fp8")
+
+
 # ---- one rank ------------------------------------------------------------------------------------
 
 
@@ -281,12 +510,10 @@ def test_what_cannot_be_mapped_says_why(alone: tuple[Rank, Any]) -> None:
     rank, workspace = alone
     first, rest = split(rank, dense_case(1, TOKENS, HIDDEN))
     call = comm.allreduce_fusion
-    for pattern in (2, 3, 4, 5, 8, 9, 10, 11):
-        words = f"{Pattern(pattern).name} writes (FP8|NVFP4).*quantise that"
+    for pattern in (1, 6, 7):
+        words = f"{Pattern(pattern).name} writes no quant_out and scale_out here.*quantise norm_out"
         with pytest.raises(UnsupportedError, match=words):
-            call(first, workspace, pattern, quant_out=first, **rest)
-    with pytest.raises(UnsupportedError, match="kMoEFinalizeARResidualRMSNorm writes quantised"):
-        call(first, workspace, 7, scale_out=first, **rest)
+            call(first, workspace, pattern, scale_out=first, **rest)
     with pytest.raises(ArgumentError, match=r"pattern must be one of 0 \(kAllReduce\).*got 12"):
         call(first, workspace, 12)
     with pytest.raises(ArgumentError, match="2 faults:\n  - residual_in is needed\n  - rms_gamma"):

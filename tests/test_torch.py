@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cases import (
     BF16,
@@ -33,13 +34,14 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
-from torch_cases import Tensors, array, tensors, with_workspace  # noqa: E402
+from torch_cases import Tensors, array, tensor, tensors, with_workspace  # noqa: E402
 
 from cupy_moe_ar import (  # noqa: E402
     ArgumentError,
     UnsupportedError,
     Workspace,
     WorkspaceError,
+    codecs,
 )
 from cupy_moe_ar.group import ThreadGroup  # noqa: E402
 from cupy_moe_ar.integrations import torch as integration  # noqa: E402
@@ -118,6 +120,52 @@ def test_plain_allreduce_and_halves(ranks: Ranks) -> None:
         unregister(handle)
 
 
+GROUPS = {"scale_layout": "column_major", "scale_dtype": "ue8m0"}
+
+
+def given(numbers: Tensors, rank: Rank) -> Tensors:
+    """Options of a format with a scale on the rank's device, if it is an array."""
+    return {x: tensor(rank, y) if isinstance(y, np.ndarray) else y for x, y in numbers.items()}
+
+
+@pytest.mark.parametrize(
+    ("quant", "name", "dtype", "formats"),
+    [  # kernels that tests/test_quant.py compiles, too
+        ("nvfp4", "allreduce_fusion", BF16, [
+            {"scale_factor": 0.25}, {"scale_factor": np.float32([0.003]), "scale_layout": "linear"},
+        ]),
+        ("fp8_per_token_group", "allreduce_fusion", F16, [{}, GROUPS]),
+        ("fp8_static", "moe_reduction_allreduce_fusion", F32, [{"scale_factor": 0.01}]),
+        ("fp8_per_token", "moe_finalize_allreduce_fusion", F16, [{}]),
+    ],
+)  # fmt: skip
+@each_world(2)
+def test_quantised_outputs(
+    ranks: Ranks, quant: str, name: str, dtype: Any, formats: list[dict[str, Any]]
+) -> None:
+    case = MAKE[name](ranks.size, 5, 640, dtype=dtype)
+
+    @with_workspace(ranks, case)
+    def body(rank: Rank, workspace: Workspace) -> None:
+        workspace.prepare(quant=quant, operations=[case.operation])
+        handle = register(workspace)
+        first, rest = split(rank, case)
+        for numbers in formats:
+            norm = torch.full_like(rest["residual_in"], torch.nan)
+            codes, scales = codecs.quantize(np.zeros(case.shape, np.float32), quant, **numbers)
+            outputs = {"quant_out": tensor(rank, codes)}
+            if scales is not None:
+                outputs["scale_out"] = tensor(rank, np.full_like(scales, 3))
+            more = {**outputs, **given(numbers, rank), "quant": quant}
+            run = getattr(OPERATORS, f"{name}_out")
+            assert run(first, handle, **rest, norm_out=norm, **more) is None
+            codes, scales = codecs.quantize(array(norm), quant, **numbers)
+            np.testing.assert_array_equal(array(outputs["quant_out"]), codes)
+            if scales is not None:
+                np.testing.assert_array_equal(array(outputs["scale_out"]), scales)
+        unregister(handle)
+
+
 @each_world(2)
 def test_no_tokens(ranks: Ranks) -> None:
     case = random_case(ranks.size, 0, 264)
@@ -182,6 +230,13 @@ def test_faults_are_the_operations(alone: tuple[Rank, Workspace, int]) -> None:
         OPERATORS.allreduce(first.half(), handle)
 
 
+def nvfp4(rows: Any, scale_factor: Any) -> Tensors:
+    """A quantised output of 4 tokens of 64 elements."""
+    outputs = {"quant_out": (4, 32), "scale_out": (128, 4)}
+    made = {name: rows.new_empty(shape, dtype=torch.uint8) for name, shape in outputs.items()}
+    return {**made, "quant": "nvfp4", "scale_factor": scale_factor}
+
+
 def calls(rank: Rank) -> Iterator[tuple[str, Any, Tensors]]:
     """Arguments for every operator."""
     for name, make in MAKE.items():
@@ -189,6 +244,9 @@ def calls(rank: Rank) -> Iterator[tuple[str, Any, Tensors]]:
         yield name, first, rest
         some = {"norm_out": torch.empty_like(rest["residual_in"])}
         yield f"{name}_out", first, {**rest, **some}
+        scale = first.new_full((1,), 0.5, dtype=torch.float32)
+        yield f"{name}_out", first, {**rest, **some, **nvfp4(first, scale)}
+        yield f"{name}_out.number", first, {**rest, **nvfp4(first, 0.5)}
         if name == "moe_finalize_allreduce_fusion":
             for unused in ("residual_in", "rms_gamma"):
                 del rest[unused]
@@ -200,16 +258,24 @@ def calls(rank: Rank) -> Iterator[tuple[str, Any, Tensors]]:
     yield "reduce_scatter_out", first, {"reduce_scatter_out": torch.empty_like(first)}
     yield "allgather_residual_rmsnorm", first, rest
     yield "allgather_residual_rmsnorm_out", first, {**rest, **some}
+    yield "allgather_residual_rmsnorm_out.number", first, {**rest, **nvfp4(first, 0.5)}
 
 
 def test_opcheck(alone: tuple[Rank, Workspace, int]) -> None:
-    rank, _, handle = alone
+    rank, workspace, handle = alone
+    workspace.prepare(quant="nvfp4")
     checked = set()
     for name, first, rest in calls(rank):
-        torch.library.opcheck(getattr(OPERATORS, name).default, (first, handle), rest)
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(OPERATORS, packet), overload or "default")
+        torch.library.opcheck(operator, (first, handle), rest)
         checked.add(f"cupy_moe_ar::{name}")
     defined = {name for name in torch._C._dispatch_get_all_op_names() if "cupy_moe_ar" in name}
     assert checked == defined
+
+
+def own_type(operator: Any, name: str) -> str:
+    return next(str(x.type) for x in operator._schema.arguments if x.name == name)
 
 
 def test_schemas_are_the_operations() -> None:
@@ -217,7 +283,14 @@ def test_schemas_are_the_operations() -> None:
         expected = inspect.signature(operator.function).parameters
         left_out = {"workspace", "stream", "launch_shape", "dtype"}
         for suffix in ("", "_out") if operator.all_outputs else ("",):
-            schema = getattr(OPERATORS, operator.name + suffix).default._schema
+            packet = getattr(OPERATORS, operator.name + suffix)
+            schema = packet.default._schema
+            assert packet.overloads() == (
+                ["default", "number"] if suffix and "quant" in expected else ["default"]
+            )
+            if "number" in packet.overloads():
+                assert own_type(packet.number, "scale_factor") == "float"
+                assert own_type(packet.default, "scale_factor") == "Optional[Tensor]"
             first, handle, *rest = schema.arguments
             assert (first.name, handle.name) == (operator.first, "workspace")
             outputs = {x.name for x in rest if x.alias_info and x.alias_info.is_write}

@@ -10,9 +10,16 @@ What differs, besides what the package promises (sums in FP32, equal bits on all
 waits, any `hidden_dim` of whole 16 bytes):
 
 - `backend`, `moe_finalize_backend` and `fp32_acc` choose nothing: there is one implementation.
-- Creating and destroying a workspace are collective over `comm_backend` or `group`.
+- Creating and destroying a workspace are collective over `comm_backend` or `group`. Kernels with
+  quantised outputs are compiled and loaded then, too: `quant` names their formats.
+- Scales have upstream's meaning: `scale_factor` divides in the FP8 patterns (x is about
+  code * scale_factor) and multiplies in the FP4 ones (x is about code * scale / scale_factor: it is
+  448 * 6 / max). Division is true division here, so that codes can differ from upstream's by a
+  rounding; a block or token of zeros has the least scale (0, UE8M0: 2**-127), where upstream has a
+  floor of 1e-10 for groups and 1 / (448 * 512) for tokens.
 - Faults are `ArgumentError`, a `ValueError`. What cannot be mapped raises `UnsupportedError` with
-  the reason: patterns and outputs of quantised values, and ranks of several hosts.
+  the reason: `SWIZZLED_8x4`, groups of other than 128 elements, quantised outputs of the MoE
+  patterns, and ranks of several hosts.
 - Expert scales may be FP32, whatever the activations.
 - Under `torch.compile` the calls are operators `torch.ops.cupy_moe_ar.*`.
 """
@@ -22,11 +29,13 @@ from __future__ import annotations
 import enum
 import math
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, WorkspaceError
+from ..formats import FORMATS
 from ..types import DType
 from ..workspace import Workspace
 from .torch import TorchGroup, register, unregister
@@ -76,15 +85,20 @@ FP4QuantizationSFLayout = QuantizationSFLayout  # its earlier name
 _OPERATORS = torch.ops.cupy_moe_ar
 _OPERATIONS = ("allreduce", "moe_reduction", "moe_finalize")  # to prepare
 _Pattern = AllReduceFusionPattern
+# Format, and whether norm_out is written besides.
 _QUANTISED = {
-    _Pattern.kARResidualRMSNormFP8Quant: "FP8 with a scale of the tensor",
-    _Pattern.kARResidualRMSNormOutFP8Quant: "FP8 with a scale of the tensor",
-    _Pattern.kARResidualRMSNormFP4Quant: "NVFP4",
-    _Pattern.kARResidualRMSNormOutFP4Quant: "NVFP4",
-    _Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant: "FP8 with scales of groups",
-    _Pattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: "FP8 with scales of groups",
-    _Pattern.kARResidualRMSNormDynamicFP8Quant: "FP8 with scales of tokens",
-    _Pattern.kARResidualRMSNormOutDynamicFP8Quant: "FP8 with scales of tokens",
+    _Pattern.kARResidualRMSNormFP8Quant: ("fp8_static", False),
+    _Pattern.kARResidualRMSNormOutFP8Quant: ("fp8_static", True),
+    _Pattern.kARResidualRMSNormFP4Quant: ("nvfp4", False),
+    _Pattern.kARResidualRMSNormOutFP4Quant: ("nvfp4", True),
+    _Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant: ("fp8_per_token_group", False),
+    _Pattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: ("fp8_per_token_group", True),
+    _Pattern.kARResidualRMSNormDynamicFP8Quant: ("fp8_per_token", False),
+    _Pattern.kARResidualRMSNormOutDynamicFP8Quant: ("fp8_per_token", True),
+}
+_LAYOUTS = {
+    QuantizationSFLayout.SWIZZLED_128x4: "swizzled_128x4",
+    QuantizationSFLayout.LINEAR: "linear",
 }
 
 
@@ -97,6 +111,7 @@ class AllReduceFusionWorkspace:
     Attributes:
         workspace: The package's own `Workspace`.
         handle: Its number for `torch.ops.cupy_moe_ar.*`.
+        quant: Formats of quantised outputs that it was made for.
         rank: Own rank.
         world_size: Number of ranks.
         backend: "trtllm": the one of FlashInfer's backends that has the same patterns.
@@ -107,9 +122,12 @@ class AllReduceFusionWorkspace:
 
     backend = "trtllm"
 
-    def __init__(self, workspace: Workspace, dtypes: tuple[DType, ...]) -> None:
-        """Wrap a workspace in which `dtypes` are prepared; for the functions below."""
+    def __init__(
+        self, workspace: Workspace, dtypes: tuple[DType, ...], quant: tuple[str, ...]
+    ) -> None:
+        """Wrap a workspace in which these are prepared; for the functions below."""
         self.workspace = workspace
+        self.quant = quant
         self.rank = workspace.rank
         self.world_size = workspace.world_size
         self.handle = register(workspace)
@@ -185,6 +203,8 @@ def create_allreduce_fusion_workspace(
     comm_backend: Any = None,
     force_oneshot_support: bool = False,
     group: Any = None,
+    *,
+    quant: str | Iterable[str] | None = None,
 ) -> AllReduceFusionWorkspace:
     """Build a workspace for `allreduce_fusion`; collective.
 
@@ -203,6 +223,9 @@ def create_allreduce_fusion_workspace(
             `Get_rank, Get_size, allgather, bcast, barrier`; None is `group`.
         force_oneshot_support: Leave room for one-shot at every size, not only where it is faster.
         group: torch.distributed process group; None is the world.
+        quant: Formats of the quantised patterns that will be called, not an argument of upstream's:
+            "fp8_static" (`...FP8Quant`), "nvfp4" (`...FP4Quant`), "fp8_per_token_group"
+            (`...PerTokenGroupFP8PackedQuant`), "fp8_per_token" (`...DynamicFP8Quant`).
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -238,6 +261,7 @@ def create_allreduce_fusion_workspace(
         hidden_dim,
         (dtype,),
         oneshot,
+        quant,
     )
 
 
@@ -251,6 +275,8 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     create_metadata: bool = False,
     comm_backend: Any = None,
     use_symm_dev_mem: bool = False,
+    *,
+    quant: str | Iterable[str] | None = None,
 ) -> tuple[Any, ...]:
     """Build a workspace for the `trtllm_*` functions; collective.
 
@@ -264,6 +290,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
         create_metadata: Return metadata, too.
         comm_backend: As `create_allreduce_fusion_workspace`; None is `group`.
         use_symm_dev_mem: Return a list of memory handles, too, which is empty here.
+        quant: As `create_allreduce_fusion_workspace`.
 
     Returns:
         As many values as upstream's: what stands for its IPC handles, what stands for its
@@ -280,7 +307,16 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
         raise ArgumentError(function, ["use_symm_dev_mem needs create_metadata"])
     dtypes = (torch.float32,) if use_fp32_lamport else (torch.bfloat16, torch.float16)
     made = _build(
-        function, comm_backend, group, tp_rank, tp_size, max_token_num, hidden_dim, dtypes, None
+        function,
+        comm_backend,
+        group,
+        tp_rank,
+        tp_size,
+        max_token_num,
+        hidden_dim,
+        dtypes,
+        None,
+        quant,
     )
     handles: list[Any] = [[]] if use_symm_dev_mem else []
     metadata = [made.metadata] if create_metadata else []
@@ -307,6 +343,7 @@ def _build(
     hidden_dim: Any,
     dtypes: tuple[Any, ...],
     max_oneshot_token_num: int | None,
+    quant: str | Iterable[str] | None,
 ) -> AllReduceFusionWorkspace:
     comm = TorchGroup(process_group) if comm_backend is None else comm_backend
     place = (comm.Get_rank(), comm.Get_size())
@@ -318,6 +355,7 @@ def _build(
                 f"of {place[1]}"
             ],
         )
+    formats = (quant,) if isinstance(quant, str) else tuple(quant or ())
     on_gpu = torch.cuda.is_available() and os.environ.get("MOE_AR_BACKEND") != "cpu"
     workspace = Workspace(
         comm,
@@ -331,10 +369,12 @@ def _build(
     try:
         for other in dtypes[1:]:
             workspace.prepare(dtype=other, operations=_OPERATIONS)
+        for each in dtypes if formats else ():
+            workspace.prepare(dtype=each, operations=("allreduce",), quant=formats)
     except BaseException:
         workspace.close()
         raise
-    return AllReduceFusionWorkspace(workspace, tuple(map(DType.parse, dtypes)))
+    return AllReduceFusionWorkspace(workspace, tuple(map(DType.parse, dtypes)), formats)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -380,21 +420,32 @@ def allreduce_fusion(
             the permuted rows `[num_permuted_rows, hidden_dim]`. Not read with
             `kMoEReductionARResidualRMSNorm`.
         workspace: From `create_allreduce_fusion_workspace`.
-        pattern: One of `AllReduceFusionPattern`, without quantisation.
+        pattern: One of `AllReduceFusionPattern`; the workspace must have been made for the format
+            of a quantised one.
         launch_with_pdl: Start before the previous kernel of the stream has ended.
         trigger_completion_at_end: When the next kernel may start.
         output: T `[token_num, hidden_dim]`, written: the total. New with `kAllReduce` if None.
         residual_out: T `[token_num, hidden_dim]`, written: total + residual_in. Not if None.
         norm_out: T `[token_num, hidden_dim]`, written: its RMSNorm. New if None, but not with
-            `kMoEReductionARResidualRMSNorm`.
-        quant_out: Must be None.
-        scale_out: Must be None.
+            `kMoEReductionARResidualRMSNorm`. Of the quantised patterns those with `Out` need it,
+            the others leave it alone.
+        quant_out: Written by the quantised patterns, which need it: E4M3 `[token_num, hidden_dim]`
+            as float8_e4m3fn or uint8; FP4 `[token_num, hidden_dim / 2]` as uint8, the first of two
+            codes in the low half.
+        scale_out: Written, padding as zeros. FP4: E4M3, an element for 16, in any shape of the
+            right size, as uint8, float8_e4m3fn or int32: `[token_num, hidden_dim / 16]` with
+            `LINEAR`, else both padded, to 128 and 4. Dynamic FP8: float32 `[token_num, 1]`.
+            Groups: UE8M0, four to an int32, `[token_num, ceil(hidden_dim / 512)]` with strides of 1
+            and `token_num` padded to 4; where that is padded a second launch copies them, and the
+            padding between columns is left alone. Not written by FP8 with a given scale.
         residual_in: T `[token_num, hidden_dim]`, the same on every rank; needed but for
             `kAllReduce`.
         rms_gamma: T or float32 `[hidden_dim]`; likewise.
         rms_eps: Added to the mean of squares.
-        scale_factor: Of quantised outputs; not used.
-        layout_code: Of quantised outputs; not used.
+        scale_factor: FP8 with a given scale: divides x; FP4: 448 * 6 / max, the inverse of what the
+            package's own operations take. A number or a float32 tensor of one element, read at each
+            launch; the inverse of a tensor is a small launch of its own.
+        layout_code: FP4: `SWIZZLED_128x4` (None) or `LINEAR`.
         use_oneshot: True or False: one-shot or two-shot; None: the faster. Never changes bits.
         fp32_acc: No difference: sums are always FP32.
         moe_reduction_device_num_experts: Active experts of this rank.
@@ -409,23 +460,25 @@ def allreduce_fusion(
             there is one, is part of it.
         shared_expert_output: T `[token_num, hidden_dim]`: this rank's partial of the shared
             expert; None adds nothing.
-        block_quant_group_size: Of quantised outputs; not used.
+        block_quant_group_size: 128, which groups need.
         weight_bias: Added to gamma: 1 for models that store gamma - 1.
         moe_finalize_backend: "trtllm" or "cake": no difference.
 
     Returns:
-        `output` of `kAllReduce`, else `norm_out`; in `kMoEReductionARResidualRMSNorm` the first of
-        `norm_out`, `residual_out` and `output` that was given.
+        `output` of `kAllReduce`, `quant_out` of a quantised pattern, else `norm_out`; in
+        `kMoEReductionARResidualRMSNorm` the first of `norm_out`, `residual_out` and `output` that
+        was given.
 
     Raises:
         ArgumentError: Arguments are wrong; nothing was launched.
-        UnsupportedError: The pattern or an output is quantised.
-        WorkspaceError: The workspace was destroyed, or its dtype is another.
+        UnsupportedError: Quantisation that cannot be mapped.
+        WorkspaceError: The workspace was destroyed, or was not made for the dtype or format.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
     function = "allreduce_fusion"
     chosen = _pattern(function, pattern)
-    _refuse_quantised(function, chosen, quant_out, scale_out)
+    if chosen not in _QUANTISED:
+        _refuse_quantised(function, chosen, quant_out, scale_out)
     _check_backend(function, "moe_finalize_backend", moe_finalize_backend)
     options: dict[str, Any] = {
         "launch_with_pdl": launch_with_pdl,
@@ -444,6 +497,17 @@ def allreduce_fusion(
         needed["moe_reduction_active_experts_token_input"] = (
             moe_reduction_active_experts_token_input
         )
+    if chosen in _QUANTISED:
+        fmt, with_norm = FORMATS[_QUANTISED[chosen][0]], _QUANTISED[chosen][1]
+        needed["quant_out"] = quant_out
+        if with_norm:
+            needed["norm_out"] = norm_out
+        if fmt.has_scales:
+            needed["scale_out"] = scale_out
+        if fmt.needs_scale:
+            needed["scale_factor"] = scale_factor
+        if fmt.name == "fp8_per_token_group":
+            needed["block_quant_group_size"] = block_quant_group_size
     if chosen == _Pattern.kMoEFinalizeARResidualRMSNorm:
         needed["expanded_idx_to_permuted_idx"] = expanded_idx_to_permuted_idx
     missing = [f"{name} is needed" for name, value in needed.items() if value is None]
@@ -469,6 +533,21 @@ def allreduce_fusion(
             **options,
         )
         return next(x for x in (norm_out, residual_out, output) if x is not None)
+    if chosen in _QUANTISED:
+        _quantised(
+            function,
+            _own(workspace),
+            chosen,
+            input,
+            scale_out,
+            scale_factor,
+            layout_code,
+            block_quant_group_size,
+            norm_out=norm_out if with_norm else None,
+            quant_out=quant_out,
+            **options,
+        )
+        return quant_out
     norm_out = torch.empty_like(residual_in) if norm_out is None else norm_out
     if chosen == _Pattern.kMoEFinalizeARResidualRMSNorm:
         _OPERATORS.moe_finalize_allreduce_fusion_out(
@@ -523,26 +602,26 @@ def trtllm_allreduce_fusion(
         launch_with_pdl: As `allreduce_fusion`, and so the next two.
         trigger_completion_at_end: When the next kernel may start.
         fp32_acc: No difference.
-        pattern_code: `kAllReduce` or `kARResidualRMSNorm`.
+        pattern_code: Of an all-reduce.
         use_oneshot: As `allreduce_fusion`.
         allreduce_out: T, as large: the total, written by `kAllReduce`.
         residual_in: T, as large, the same on every rank.
         residual_out: T, as large, written.
         norm_out: T, as large, written.
-        quant_out: Must be None.
-        scale_out: Must be None.
+        quant_out: As `allreduce_fusion`, or flat.
+        scale_out: As `allreduce_fusion`.
         rms_gamma: T or float32 `[hidden_dim]`.
         rms_eps: Added to the mean of squares; None is 1e-6.
-        scale_factor: Not used, and so the next three.
-        layout_code: Of quantised outputs.
-        metadata: Of the workspace.
-        block_quant_group_size: Of quantised outputs.
+        scale_factor: As `allreduce_fusion`, and so `layout_code` and `block_quant_group_size`.
+        layout_code: Where the scales of FP4 lie.
+        metadata: Of the workspace; not used.
+        block_quant_group_size: Elements of a group.
         weight_bias: Added to gamma; None is 0.
 
     Raises:
         ArgumentError: Arguments are wrong; nothing was launched.
-        UnsupportedError: The pattern is quantised.
-        WorkspaceError: The workspace was destroyed, or its dtype is another.
+        UnsupportedError: Quantisation that cannot be mapped.
+        WorkspaceError: The workspace was destroyed, or was not made for the dtype or format.
         PeerTimeoutError: An earlier launch gave up waiting for a peer.
     """
     function = "trtllm_allreduce_fusion"
@@ -553,6 +632,8 @@ def trtllm_allreduce_fusion(
             function, [f"pattern_code must be that of an all-reduce; got {pattern}"]
         )
     shape = (token_num, hidden_dim)
+    quant, _ = _QUANTISED.get(pattern, ("fp8_static", False))
+    columns = hidden_dim * FORMATS[quant].code_bits // 8
     allreduce_fusion(
         _unflattened(allreduce_in, shape),
         workspace,
@@ -562,12 +643,15 @@ def trtllm_allreduce_fusion(
         _unflattened(allreduce_out, shape),
         _unflattened(residual_out, shape),
         _unflattened(norm_out, shape),
-        quant_out,
+        _unflattened(quant_out, (token_num, columns)),
         scale_out,
         _unflattened(residual_in, shape),
         rms_gamma,
         1e-6 if rms_eps is None else rms_eps,
+        scale_factor,
+        layout_code,
         use_oneshot=use_oneshot,
+        block_quant_group_size=block_quant_group_size,
         weight_bias=weight_bias or 0.0,
     )
 
@@ -768,14 +852,95 @@ def _pattern(function: str, pattern: int) -> AllReduceFusionPattern:
 def _refuse_quantised(
     function: str, pattern: AllReduceFusionPattern, quant_out: Any, scale_out: Any
 ) -> None:
-    written = _QUANTISED.get(pattern)
-    if written is None and (quant_out is not None or scale_out is not None):
-        written = "quantised values if quant_out or scale_out is given"
-    if written:
+    if quant_out is not None or scale_out is not None:
         raise UnsupportedError(
-            f"{function}: {pattern.name} writes {written}, which the kernels do not do yet; take "
-            "norm_out without quantisation and quantise that"
+            f"{function}: {pattern.name} writes no quant_out and scale_out here, since it does not "
+            "say in which format; torch.ops.cupy_moe_ar.*_out take quant=, or quantise norm_out"
         )
+
+
+def _quantised(
+    function: str,
+    workspace: AllReduceFusionWorkspace,
+    pattern: AllReduceFusionPattern,
+    rows: Any,
+    scale_out: Any,
+    scale_factor: Any,
+    layout_code: int | None,
+    group_size: int | None,
+    **options: Any,
+) -> None:
+    """All-reduce with a quantised output, upstream's scales converted to this package's."""
+    quant, _ = _QUANTISED[pattern]
+    if quant not in workspace.quant:
+        raise WorkspaceError(
+            f"{function}: the workspace was not made for {pattern.name}; pass quant={quant!r} to "
+            "the function that creates it, since kernels are loaded collectively and never by a "
+            "launch"
+        )
+    options["quant"] = quant
+    if FORMATS[quant].needs_scale:
+        options["scale_factor"] = scale_factor
+    if quant == "nvfp4":
+        options["scale_layout"] = _layout(function, layout_code)
+        options["scale_factor"] = _inverse(scale_factor)
+        options["scale_out"] = (
+            scale_out.view(torch.uint8) if scale_out.dtype == torch.int32 else scale_out
+        )
+    elif quant == "fp8_per_token":
+        options["scale_out"] = scale_out
+    elif quant == "fp8_per_token_group":
+        if group_size != FORMATS[quant].block:
+            raise UnsupportedError(
+                f"{function}: block_quant_group_size must be {FORMATS[quant].block}, the only size "
+                f"of groups that the kernels have; got {group_size}"
+            )
+        options.update(scale_layout="column_major", scale_dtype="ue8m0")
+        options["scale_out"] = _columns(function, scale_out, rows.shape, group_size)
+    _OPERATORS.allreduce_fusion_out(rows, workspace.handle, **options)
+    if quant == "fp8_per_token_group" and rows.shape[0] % 4:
+        scale_out.copy_(options["scale_out"].t()[: rows.shape[0]])
+
+
+def _layout(function: str, code: int | None) -> str:
+    try:
+        chosen = QuantizationSFLayout(0 if code is None else code)
+    except ValueError:
+        known = ", ".join(f"{x.value} ({x.name})" for x in QuantizationSFLayout)
+        raise ArgumentError(
+            function, [f"layout_code must be one of {known}; got {code!r}"]
+        ) from None
+    if chosen not in _LAYOUTS:
+        raise UnsupportedError(
+            f"{function}: the kernels write scales as SWIZZLED_128x4 or LINEAR, not as "
+            f"{chosen.name}"
+        )
+    return _LAYOUTS[chosen]
+
+
+def _inverse(scale_factor: Any) -> Any:
+    if isinstance(scale_factor, torch.Tensor):
+        return scale_factor.reciprocal()
+    return 1.0 / scale_factor if scale_factor else 0.0  # the operation says what is wrong with 0
+
+
+def _columns(function: str, scale_out: Any, shape: Any, group_size: int) -> Any:
+    """Return whole columns of packed scales, which the kernel writes.
+
+    Upstream's tensor ends with its last token: one that is padded has no room for them.
+    """
+    tokens, words = shape[0], -(-shape[1] // (4 * group_size))
+    column = -(-tokens // 4) * 4
+    found = (tuple(scale_out.shape), tuple(scale_out.stride()), scale_out.dtype)
+    if found != ((tokens, words), (1, column), torch.int32):
+        raise ArgumentError(
+            function,
+            [
+                f"scale_out must be int32 of shape {(tokens, words)} with strides {(1, column)}; "
+                f"got {found[2]} of shape {found[0]} with strides {found[1]}"
+            ],
+        )
+    return scale_out.new_empty((words, column)) if tokens % 4 else scale_out.t()
 
 
 def _check_backend(function: str, name: str, backend: str) -> None:

@@ -24,7 +24,8 @@ outputs, which it declares as mutated, and returns nothing. The other returns ne
 | `moe_finalize_reduce_scatter`, `reduce_scatter` | the totals of the own tokens |
 
 Arguments are the operations', by name, but `stream` (it is PyTorch's current one), `launch_shape` and
-`dtype` (the tensor's). Numbers of tokens may be symbolic: `torch.compile(dynamic=True)` compiles once
+`dtype` (the tensor's). Quantised outputs (`quant`, `quant_out`, `scale_out` and what goes with them)
+are those of the `_out` operators; `scale_factor` is a tensor or a number. Numbers of tokens may be symbolic: `torch.compile(dynamic=True)` compiles once
 for all of them. A graph keeps the handle as a constant. Every rank must compile the same code, so
 that its compiler keeps, drops and orders the same operators. There are no gradients. PyTorch 2.8 or
 newer.
@@ -172,6 +173,9 @@ _RESIDUAL_NORM = f"Tensor? residual_in=None, {_NORM}"
 _PDL = "bool launch_with_pdl=False, bool trigger_completion_at_end=True"
 _WIRE = f"str? comm_dtype=None, {_PDL}"
 _ALLREDUCE = f"bool? use_oneshot=None, {_WIRE}"
+_QUANT = "str? quant=None, str? scale_layout=None, str? scale_dtype=None"
+# By overload: a schema has no type for a tensor or a number.
+_SCALES = {"": "Tensor? scale_factor=None", ".number": "float scale_factor"}
 
 _Tensors = tuple[Any, ...]
 # From the first tensor, the handle and the other arguments.
@@ -221,16 +225,23 @@ class _Operator:
         return f"{self.name}(Tensor {self.first}, int workspace, *, {arguments}) -> ({returned})"
 
     @property
-    def out_schema(self) -> str:
-        """Schema of the variant that takes them."""
+    def out_schemas(self) -> dict[str, str]:
+        """Schemas of the variant that takes them, by name; one where there are no scales."""
         names = self.all_outputs or ()
         optional = len(names) > 1
         outputs = ", ".join(
             f"Tensor(a{i}!)? {name}=None" if optional else f"Tensor(a{i}!) {name}"
             for i, name in enumerate(names)
         )
-        arguments = ", ".join(filter(None, (self.inputs, outputs, self.options)))
-        return f"{self.name}_out(Tensor {self.first}, int workspace, *, {arguments}) -> ()"
+        scales = {"": ""}
+        if "quant_out" in names:
+            scales = {overload: f"{_QUANT}, {scale}" for overload, scale in _SCALES.items()}
+        made = {}
+        for overload, quant in scales.items():
+            name = f"{self.name}_out{overload}"
+            arguments = ", ".join(filter(None, (self.inputs, outputs, quant, self.options)))
+            made[name] = f"{name}(Tensor {self.first}, int workspace, *, {arguments}) -> ()"
+        return made
 
     def run_out(self, first: Any, workspace: int, **arguments: Any) -> None:
         """Launch into given outputs."""
@@ -284,6 +295,7 @@ def _share_of_rows(first: Any, workspace: int, arguments: dict[str, Any]) -> _Te
 
 
 _RESULTS = ("residual_out", "norm_out")
+_ALL = (*_RESULTS, "quant_out", "scale_out")
 _OPERATORS = (
     _Operator(
         "moe_finalize_allreduce_fusion",
@@ -294,7 +306,7 @@ _OPERATORS = (
         _RESULTS,
         _rows_by_index,
         needed=("rms_gamma",),
-        all_outputs=("allreduce_out", *_RESULTS),
+        all_outputs=("allreduce_out", *_ALL),
     ),
     _Operator(
         "moe_reduction_allreduce_fusion",
@@ -306,7 +318,7 @@ _OPERATORS = (
         _RESULTS,
         _last_two,
         needed=("rms_gamma",),
-        all_outputs=("moe_allreduce_out", *_RESULTS),
+        all_outputs=("moe_allreduce_out", *_ALL),
     ),
     _Operator(
         "allreduce_fusion",
@@ -317,7 +329,7 @@ _OPERATORS = (
         _RESULTS,
         _last_two,
         needed=("rms_gamma",),
-        all_outputs=("allreduce_out", *_RESULTS),
+        all_outputs=("allreduce_out", *_ALL),
     ),
     _Operator(
         "allreduce",
@@ -357,7 +369,7 @@ _OPERATORS = (
         _RESULTS,
         _like_residual,
         needed=("residual_in", "rms_gamma"),
-        all_outputs=("allgather_out", *_RESULTS),
+        all_outputs=("allgather_out", *_ALL),
     ),
 )
 
@@ -379,4 +391,5 @@ def _nothing(*args: Any, **arguments: Any) -> None:
 for _operator in _OPERATORS:
     _add(_operator.name, _operator.functional_schema, _operator.run, _operator.fake)
     if _operator.all_outputs:
-        _add(f"{_operator.name}_out", _operator.out_schema, _operator.run_out, _nothing)
+        for _name, _schema in _operator.out_schemas.items():
+            _add(_name, _schema, _operator.run_out, _nothing)
