@@ -148,10 +148,8 @@ def plot(found: dict[str, Any], png: Path) -> None:
     one.set_title("residual_out after one layer", fontsize=10)
     many.set_xlabel("layers")
     many.set_title("residual stream, 8 ranks", fontsize=10)
-    for size in WORLDS:
-        memory.plot(
-            CAPACITIES, found["workspace_mib"][str(size)], marker="o", label=f"{size} ranks"
-        )
+    for size, mib in found["workspace_mib"].items():
+        memory.plot(CAPACITIES, mib, marker="o", label=f"{size} ranks")
     memory.set_xscale("log", base=2)
     memory.set_yscale("log", base=2)
     memory.set_xticks(CAPACITIES, map(str, CAPACITIES))
@@ -161,7 +159,7 @@ def plot(found: dict[str, Any], png: Path) -> None:
         axis.set_ylabel("mean |error|")
     for axis in (one, many, memory):
         axis.grid(True, alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, framealpha=1, loc="lower right" if axis is one else "upper left")
     figure.savefig(png, dpi=110)
     pyplot.close(figure)
 

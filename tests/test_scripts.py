@@ -324,6 +324,18 @@ def test_bench_measures_quantised_outputs_beside_plain_ones(tmp_path: Path) -> N
             assert set(ROW_KEYS) <= set(row)
 
 
+def test_accuracy_compares_with_16_bit_accumulation(tmp_path: Path) -> None:
+    out = tmp_path / "accuracy.json"
+    run(sys.executable, SCRIPTS / "accuracy.py", out)
+    found = json.loads(out.read_text())
+    for row in (*found["one_layer"].values(), *found["layers"]):
+        assert row["rounding"] < row["ours"] < 0.95 * row["in_16_bits"]
+        assert row["rounding"] <= 1.0001 * row["ours_float32_wire"] < row["ours"]
+    for row in found["one_layer"].values():  # only the last rounding is left
+        assert row["ours_float32_wire"] < 1.001 * row["rounding"]
+    assert found["workspace_mib"]["8"][-3] == 114
+
+
 @pytest.mark.parametrize("more", [("--hidden", "512"), ("--top-k", "4")])
 def test_presets_have_sizes_of_their_own(more: tuple[str, str]) -> None:
     options = bench.arguments().parse_args(["x.json", "--preset", "glm-5", *more])
