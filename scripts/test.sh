@@ -16,15 +16,24 @@ elif ((GPU_COUNT > 1)); then
   runs+=("$((GPU_COUNT < 8 ? GPU_COUNT : 8))")
 fi
 
+# Much of the suite keeps one core busy. On GPUs nothing may run beside it.
+beside=()
+if ((GPU_COUNT == 0)) && "$PY" -c 'import xdist' 2>/dev/null; then
+  beside=(-n "$(($(nproc) < 4 ? $(nproc) : 4))" --dist loadfile)
+fi
+
 passed=()
 failed=()
 for ranks in "${runs[@]}"; do
-  command=("$PY" -m pytest -q "$@")
+  command=("$PY" -m pytest -q)
   name='alone'
   if ((ranks > 1)); then
     name="mpirun -n $ranks"
     command=("${MPIRUN[@]}" -n "$ranks" "${command[@]}")
+  else
+    command+=("${beside[@]}")
   fi
+  command+=("$@")
   say "$name: ${command[*]}"
   status=0
   limited 1200 "${command[@]}" || status=$?

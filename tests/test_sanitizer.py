@@ -26,10 +26,10 @@ from cupy_moe_ar.compile import OPERATIONS
 pytestmark = pytest.mark.skipif(backend() != "cpu", reason="about the emulator")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("sanitizer", [THREAD, MEMORY])
-def test_no_kernel_is_reported(sanitizer: str, ranks: int) -> None:
-    done = sanitized_python(sanitizer, TESTS / "every_kernel.py", ranks, compiling.sources())
+def test_no_kernel_is_reported(sanitizer: str, size: int) -> None:
+    done = sanitized_python(sanitizer, TESTS / "every_kernel.py", size, compiling.sources())
     assert (done.returncode, done.stdout.split()) == (0, list(OPERATIONS)), done.stderr[-4000:]
 
 

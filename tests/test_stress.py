@@ -36,10 +36,10 @@ def last_line(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_spawned_ranks(ranks: int) -> None:
-    done = run(*SCRIPT, *FEW, "--ranks", ranks, "--launches", 100, **CPU)
-    assert done.stdout.startswith(f"seed 3, {ranks} ranks\n")
+@pytest.mark.parametrize("size", [2, 3])
+def test_spawned_ranks(size: int) -> None:
+    done = run(*SCRIPT, *FEW, "--ranks", size, "--launches", 100, **CPU)
+    assert done.stdout.startswith(f"seed 3, {size} ranks\n")
     assert last_line(done) == (100, 0)
 
 
