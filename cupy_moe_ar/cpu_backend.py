@@ -172,6 +172,8 @@ class CpuBackend:
 
     def synchronize(self) -> None:
         """Wait for launches that overlap; raises what failed in one."""
+        if not self._overlapping:
+            return
         overlapping, self._overlapping = self._overlapping, []
         wait(overlapping)
         self._order = _Order()

@@ -28,7 +28,7 @@ from .plan import KernelLimits, LaunchShape, RowPlan, all_shapes
 from .sharing import Place
 from .symmetric import CudaSlab, SymmetricMemory
 
-__all__ = ["CudaBackend", "choose_device", "device_count", "place_on"]
+__all__ = ["CudaBackend", "backend_of", "choose_device", "device_count", "place_on"]
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _log = logging.getLogger(__name__)
@@ -48,6 +48,16 @@ def device_count() -> int:
         raise UnsupportedError(f"CuPy is not usable: {error}") from error
     except runtime.CUDARuntimeError as error:
         raise UnsupportedError(f"CUDA is not usable: {error}") from error
+
+
+def backend_of(group: Group) -> str:
+    """Return "cuda" where every rank sees a device, else "cpu"; collective."""
+    try:
+        usable = device_count() > 0
+    except UnsupportedError as error:
+        _log.info("rank %d uses the CPU backend: %s", group.Get_rank(), error)
+        usable = False
+    return "cuda" if all(group.allgather(usable)) else "cpu"
 
 
 def choose_device(device: int | None, local_rank: int) -> int:

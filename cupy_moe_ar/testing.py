@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .cuda_backend import device_count
-from .errors import UnsupportedError
+from .cuda_backend import backend_of
 from .group import Group, ThreadGroup, run_threads
 
 __all__ = ["Device", "Outcome", "WorkerGroup", "choose_backend", "run_ranks", "spawn_ranks"]
@@ -58,13 +57,7 @@ def choose_backend(group: Group, backend: str | None = None) -> str:
         backend: "cuda", "cpu", "auto", or None: what `MOE_AR_BACKEND` says, else "auto".
     """
     named = backend or os.environ.get("MOE_AR_BACKEND") or "auto"
-    if named != "auto":
-        return named
-    try:
-        usable = device_count() > 0
-    except UnsupportedError:
-        usable = False
-    return "cuda" if all(group.allgather(usable)) else "cpu"
+    return backend_of(group) if named == "auto" else named
 
 
 class Device:

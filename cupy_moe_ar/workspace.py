@@ -722,12 +722,7 @@ class Workspace:
         hosts = self._home_hosts
         local_rank = hosts[: self.rank].count(hosts[self.rank])
         if backend is None:
-            try:
-                usable = cuda_backend.device_count() > 0
-            except UnsupportedError as error:
-                _log.info("rank %d uses the CPU backend: %s", self.rank, error)
-                usable = False
-            backend = "cuda" if all(group.allgather(usable)) else "cpu"
+            backend = cuda_backend.backend_of(group)
 
         def make() -> CudaBackend | CpuBackend:
             if backend == "cpu":

@@ -152,17 +152,11 @@ class Bench:
     ) -> Row:
         """Measure one launch and add its row; return it, and whether its outputs are sound."""
         rank, options, operation = self.rank, self.options, self.operation
-        inputs = operation.inputs(case, rank.index)
-        common = common_inputs(case)
-        given = {name: x for name, x in (inputs | common).items() if x is not None}
-        arrays = {name: rank.put(array) for name, array in given.items()}
-        poison = np.full((case.tokens, case.model.hidden), np.nan, self.np_dtype)
-        outputs = {name: rank.put(poison) for name in OUTPUTS}
-        sample = {**arrays, **outputs, **operation.options(case)}
+        inputs, common = operation.inputs(case, rank.index), common_inputs(case)
+        arrays, outputs, sample = self._sample(case, inputs | common)
         quantised = {name: rank.put(x) for name, x in quantised_outputs(case, quant).items()}
         scale = GIVEN_SCALE if quant is not None and FORMATS[quant].needs_scale else None
         sample |= {"quant": quant, **quantised, "scale_factor": scale}
-        sample["use_oneshot"] = PROTOCOLS[options.protocol]
         home = self.workspace.home("bench")
         protocol = operation.describe(home, **sample, dtype=case.dtype).protocol
 
@@ -209,12 +203,12 @@ class Bench:
             row["link_us"] = self.floors.link_us(case, protocol)
             row["memory_us"] = self.floors.memory_us(case, read, len(OUTPUTS), protocol)
         if self.kernels and quant is None and options.op == "moe_finalize":
-            theirs = [rank.put(poison) for _ in OUTPUTS]
+            theirs = self._outputs(case)
             row["ar_fusion_us"] = ar_fusion_us(
-                rank, self.kernels, self.workspace, case, arrays, *theirs
+                rank, self.kernels, self.workspace, case, arrays, **theirs
             )
         if self.nccl and quant is None and options.op != "moe_reduction":
-            by_nccl = {name: rank.put(poison) for name in OUTPUTS}
+            by_nccl = self._outputs(case)
             row["nccl_us"] = self.nccl.time_us(case, arrays, **by_nccl)
             their_errors, _, _ = self._judge(case, inputs, common, by_nccl)
             row["nccl_residual_mean_abs_error"] = their_errors["residual_out"][0]
@@ -233,6 +227,18 @@ class Bench:
             self.log.say(shape_table(shapes))
         sound = equal and bool(np.isfinite([worst for _, worst in errors.values()]).all())
         return {**row, "sound": all(rank.group.allgather(sound))}
+
+    def _outputs(self, case: Case) -> Row:
+        """Make room on the device, filled with NaN."""
+        poison = np.full((case.tokens, case.model.hidden), np.nan, self.np_dtype)
+        return {name: self.rank.put(poison) for name in OUTPUTS}
+
+    def _sample(self, case: Case, inputs: Row) -> tuple[Row, Row, Row]:
+        """Put a call's inputs on the device; return them, outputs, and all its arguments."""
+        arrays = {name: self.rank.put(x) for name, x in inputs.items() if x is not None}
+        outputs = self._outputs(case)
+        arguments = {**arrays, **outputs, **self.operation.options(case)}
+        return arrays, outputs, arguments | {"use_oneshot": PROTOCOLS[self.options.protocol]}
 
     def _caller(self, case: Case, sample: Row) -> Callable[..., None]:
         """Return what makes the call, with a launch shape if it is given one."""
@@ -256,12 +262,8 @@ class Bench:
         rank, replays = self.rank, self.options.replays
         if case.model not in self._prefills:
             large = replace(case, tokens=self.options.prefill)
-            given = self.operation.inputs(large, rank.index) | common_inputs(large)
-            arrays = {name: rank.put(array) for name, array in given.items() if array is not None}
-            room = np.full((large.tokens, large.model.hidden), np.nan, self.np_dtype)
-            outputs = {name: rank.put(room) for name in OUTPUTS}
-            sample = {**arrays, **outputs, **self.operation.options(large)}
-            sample["use_oneshot"] = PROTOCOLS[self.options.protocol]
+            inputs = self.operation.inputs(large, rank.index) | common_inputs(large)
+            _, _, sample = self._sample(large, inputs)
             self._prefills[case.model] = self._caller(large, sample)
         prefill = self._prefills[case.model]
 

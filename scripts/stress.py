@@ -52,6 +52,7 @@ from cupy_moe_ar import (
 from cupy_moe_ar import compile as compiling
 from cupy_moe_ar.cpu_backend import CpuBackend
 from cupy_moe_ar.plan import launch_shapes
+from cupy_moe_ar.selfcheck import DTYPES
 from cupy_moe_ar.testing import spawn_ranks
 
 Array = NDArray[Any]
@@ -60,13 +61,6 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "moe_finalize": moe_finalize_allreduce_fusion,
     "moe_reduction": moe_reduction_allreduce_fusion,
     "allreduce": allreduce_fusion,
-}
-DTYPES = {  # name -> activations, wire
-    "bfloat16": (DType.BFLOAT16, DType.BFLOAT16),
-    "bfloat16/float32": (DType.BFLOAT16, DType.FLOAT32),
-    "float16": (DType.FLOAT16, DType.FLOAT16),
-    "float16/float32": (DType.FLOAT16, DType.FLOAT32),
-    "float32": (DType.FLOAT32, DType.FLOAT32),
 }
 OUTPUTS = ("allreduce_out", "residual_out", "norm_out")
 GRAPHS = ((20, 50), (1, 5000))  # launches of a graph, replays

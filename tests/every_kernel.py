@@ -24,6 +24,7 @@ from test_twoshot import PRODUCERS, gather, scatter
 from cupy_moe_ar import ArgumentError, Workspace
 from cupy_moe_ar import compile as compiling
 from cupy_moe_ar.plan import launch_shapes
+from cupy_moe_ar.workspace import travels_as
 
 TOKENS = 5
 HIDDEN, QUANTISED_HIDDEN = 264, 288  # 33 and 36 vectors: a second group of few lanes
@@ -76,7 +77,7 @@ def main(size: str, sources: str, *operations: str) -> None:
                 operation,
                 protocol,
                 dtype,
-                dtype if operation == "allgather" else wire,
+                travels_as(protocol, dtype, wire),
                 int(size),
                 quant or None,
             )
