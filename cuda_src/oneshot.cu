@@ -12,11 +12,9 @@ namespace {
 // decode step needs.
 template <int kVectors>
 __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
-  const int groups = ptx::settled((p.row_vectors + 31) / 32);
-  const int group = ptx::settled(at.first_group);
-  const int column = ptx::settled(group * 32 + at.lane);
+  const int column = ptx::settled(at.first_group * 32 + at.lane);
   const int step = ptx::settled(at.group_step * 32);  // columns to the thread's next vector
-  RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, group);
+  RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
   const Part<8> part(p, at.cluster, column);
   const u64 offset = ptx::settled(row_offset(p, at.cluster, column));
   ptx::pdl_wait();
@@ -46,23 +44,16 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
     residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
   });
   if (!kQuantises && p.norm_out == nullptr) return;
-  const RowTotals row = row_totals(p, reduction, residual, gamma, group, at.group_step, groups);
-  each<kVectors>([&](int v) {
-    if (column + v * step >= p.row_vectors) return;
-    store_norm(p, at.cluster, column + v * step, offset + v * step * sizeof(Vec16), residual[v],
-               gamma[v], row);
-  });
+  norm_row(p, reduction, at.cluster, p.row_vectors, column, step, offset, residual, gamma);
 }
 
 // A cluster holds one row after the other. It pushes a row ahead of the one that it finishes, so
 // that the link is busy while it waits.
 template <int kVectors>
 __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
-  const int groups = ptx::settled((p.row_vectors + 31) / 32);
-  const int group = ptx::settled(at.first_group);
-  const int column = ptx::settled(group * 32 + at.lane);
+  const int column = ptx::settled(at.first_group * 32 + at.lane);
   const int step = ptx::settled(at.group_step * 32);
-  RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, group);
+  RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
   Session session(p);
@@ -101,12 +92,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
       residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
     });
     if (!kQuantises && p.norm_out == nullptr) continue;
-    const RowTotals row = row_totals(p, reduction, residual, gamma, group, at.group_step, groups);
-    each<kVectors>([&](int v) {
-      if (column + v * step >= p.row_vectors) return;
-      store_norm(p, done, column + v * step, offset + v * step * sizeof(Vec16), residual[v],
-                 gamma[v], row);
-    });
+    norm_row(p, reduction, done, p.row_vectors, column, step, offset, residual, gamma);
   }
 }
 
@@ -150,21 +136,18 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
       }
       ptx::warp_sync();
       if (kQuantises || p.norm_out != nullptr) {
-        Gamma gamma = {};
-        if (kRowMax && column < p.row_vectors) gamma.load(p, column);
-        reduction.publish(group - at.first_group, own_totals(p, residual, gamma));
+        publish_one(p, reduction, token, p.row_vectors, column, group - at.first_group, residual);
       }
     }
     if (!kQuantises && p.norm_out == nullptr) continue;
     const RowTotals row = reduction.collect(groups);
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
-      if (column >= p.row_vectors) continue;
-      Gamma gamma = {};
-      gamma.load(p, column);
-      const Vec16 residual = session.kept(token, column).v[0];
-      store_norm(p, token, column, row_offset(p, token, column), residual, gamma, row);
-      session.restore_kept(token, column);
+      Vec16 residual = {};
+      if (column < p.row_vectors) residual = session.kept(token, column).v[0];
+      ptx::warp_sync();
+      store_one(p, token, p.row_vectors, column, residual, row);
+      if (column < p.row_vectors) session.restore_kept(token, column);
     }
   }
 }

@@ -84,8 +84,6 @@ class Worker {
   // Before pdl_wait.
   __device__ __forceinline__ Worker(const Params& p, const Placement& at)
       : p_(p),
-        groups_(ptx::settled((p.row_vectors + 31) / 32)),
-        group_(ptx::settled(at.first_group)),
         group_step_(ptx::settled(at.group_step)),
         column_(ptx::settled(at.first_group * 32 + at.lane)) {}
 
@@ -161,13 +159,11 @@ class Worker {
   // Last: the norm. Every thread of the cluster.
   __device__ __forceinline__ void finish(RowReduction& reduction, const Item& item) {
     if (!kGathers || (!kQuantises && p_.norm_out == nullptr) || item.greeting) return;
-    const RowTotals row =
-        row_totals(p_, reduction, residual_, gamma_, group_, group_step_, groups_);
     each<kVectors>([&](int v) {
-      if (!has(item, v)) return;
-      if (!kGammaEarly) gamma_[v].load(p_, column(v));
-      store_norm(p_, item.token, column(v), offset_ + bytes(v), residual_[v], gamma_[v], row);
+      if (!kGammaEarly && has(item, v)) gamma_[v].load(p_, column(v));
     });
+    norm_row(p_, reduction, item.token, item.columns, column_, group_step_ * 32, offset_, residual_,
+             gamma_);
   }
 
  private:
@@ -186,8 +182,6 @@ class Worker {
   }
 
   const Params& p_;
-  int groups_;
-  int group_;
   int group_step_;
   int column_;
   u64 offset_ = 0;
@@ -339,22 +333,18 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
       }
       ptx::warp_sync();
       if (norm) {
-        Gamma gamma = {};
-        if (kRowMax && column < item.columns) gamma.load(p, column);
-        reduction.publish(group - at.first_group, own_totals(p, residual, gamma));
+        publish_one(p, reduction, item.token, item.columns, column, group - at.first_group, residual);
       }
     }
     if (!norm) continue;
     const RowTotals row = reduction.collect(groups);
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
-      if (column >= item.columns) continue;
-      Gamma gamma = {};
-      gamma.load(p, column);
-      const Vec16 residual = session.kept(item.token, column).v[0];
-      const u64 offset = row_offset(p, item.token, column);
-      store_norm(p, item.token, column, offset, residual, gamma, row);
-      session.restore_kept(item.token, column);
+      Vec16 residual = {};
+      if (column < item.columns) residual = session.kept(item.token, column).v[0];
+      ptx::warp_sync();
+      store_one(p, item.token, item.columns, column, residual, row);
+      if (column < item.columns) session.restore_kept(item.token, column);
     }
   }
 }

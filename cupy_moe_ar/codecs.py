@@ -8,7 +8,8 @@ float32, each operation rounded to nearest even, as the contract has it:
 
     fp8_static           code = E4M3(x / scale_factor)
     fp8_per_token        scale = max|x of the row| / 448                    code = E4M3(x / scale)
-    fp8_per_token_group  likewise by 128 elements; UE8M0: that rounded up to a power of two
+    fp8_per_token_group  likewise by 128 elements; UE8M0: max / 448
+                         rounded up to a power of two
     mxfp8                likewise by 32 elements, UE8M0
     nvfp4                scale = E4M3(max|x of 16| / (6 * scale_factor))
                          code = E2M1(x / (scale * scale_factor))
@@ -64,11 +65,9 @@ def encode_e2m1(x: Array) -> Bytes:
 
 
 def encode_ue8m0(x: Array) -> Bytes:
-    """Round float32 up to a power of two, 2**(code - 127); NaN is 0xFF, more than 2**127 0xFE."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    up = np.minimum((bits & 0x7FFFFFFF).astype(np.int64) + 0x7FFFFF >> 23, 0xFE)
-    # 2**-127 is half way between float32's zero and its least normal number.
-    up = np.where((bits & 0x7FFFFFFF) <= 0x400000, 0, up)
+    """Round up to a power of two, 2**(code - 127); NaN is 0xFF, more than 2**127 0xFE."""
+    fraction, exponent = np.frexp(np.minimum(x, 2.0**127))  # from 0.5 up to 1
+    up = np.where(x == 0, 0, np.maximum(exponent - (fraction == 0.5) + 127, 0))
     return np.where(np.isnan(x), _E8M0_NAN, up).astype(np.uint8)
 
 
@@ -192,7 +191,7 @@ def quantize(
         else:
             stored = divisor = amax / np.float32(E4M3_MAX)
             if scales.dtype == "ue8m0":
-                stored = encode_ue8m0(divisor)
+                stored = encode_ue8m0(amax.astype(np.float64) / E4M3_MAX)  # not rounded in between
                 divisor = np.where(amax == 0, np.float32(0), decode_ue8m0(stored))
         codes = _codes(fmt, blocks, divisor[:, :, None])
     out = np.zeros(scales.padded, stored.dtype).reshape(-1)

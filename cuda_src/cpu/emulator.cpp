@@ -61,10 +61,7 @@ struct Meeting {
 };
 
 struct Warp : Meeting {
-  float value[2][kWarp];
-  // Of lanes that meet apart from the others, by the first of them.
-  Meeting part[kWarp];
-  u32 part_value[2][kWarp];
+  u32 value[2][kWarp];
 };
 
 struct Cluster : Meeting {
@@ -580,38 +577,15 @@ UNSEEN void tx_complete(TxBarrier* barrier, const void* stored, u32 bytes) {
 }
 
 // Orders no memory, as on a GPU.
-UNSEEN float shfl_xor(float v, u32 mask) {
+UNSEEN u32 shfl_xor(u32 v, u32 mask) {
   Runtime& rt = *runtime;
   Fiber& fiber = self();
   Warp& warp = *fiber.warp;
   const u32 lane = fiber.thread_index % kWarp;
-  float* value = warp.value[warp.phase % 2];
+  u32* value = warp.value[warp.phase % 2];
   value[lane] = v;
   if (!join(rt, warp, &fiber - lane, kWarp, At::kShuffle)) wait(rt, fiber, At::kShuffle);
   return value[lane ^ (mask % kWarp)];
-}
-
-// Orders no memory, as on a GPU.
-UNSEEN u32 shfl_xor_among(u32 v, u32 mask, u32 members) {
-  Runtime& rt = *runtime;
-  Fiber& fiber = self();
-  Warp& warp = *fiber.warp;
-  const u32 lane = fiber.thread_index % kWarp;
-  const u32 first = static_cast<u32>(std::countr_zero(members));
-  const u32 count = static_cast<u32>(std::popcount(members));
-  const bool whole =
-      first + count <= kWarp && members >> first == (count < 32 ? 1u << count : 0) - 1;
-  if (!whole || (members >> lane & 1) == 0 || (members >> (lane ^ mask) & 1) == 0) {
-    fail(kMoeArEmulatorMisuse, "shfl_xor_u32 of lane %u with lane %u among %#x", lane, lane ^ mask,
-         members);
-  }
-  Meeting& meeting = warp.part[first];
-  u32* value = warp.part_value[meeting.phase % 2];
-  value[lane] = v;
-  if (!join(rt, meeting, &fiber - lane + first, count, At::kShuffle)) {
-    wait(rt, fiber, At::kShuffle);
-  }
-  return value[lane ^ mask];
 }
 
 UNSEEN void warp_sync() {

@@ -96,8 +96,7 @@ void pdl_trigger();
 void block_sync();
 void cluster_arrive();
 void cluster_wait();
-float shfl_xor(float v, std::uint32_t mask);
-std::uint32_t shfl_xor_among(std::uint32_t v, std::uint32_t mask, std::uint32_t members);
+std::uint32_t shfl_xor(std::uint32_t v, std::uint32_t mask);
 void warp_sync();
 void* block_shared(std::size_t bytes, const void* type);
 

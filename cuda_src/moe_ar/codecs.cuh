@@ -19,25 +19,23 @@ __device__ __forceinline__ u32 e4m3(float x) {
   return all > kInfinity ? 0x7f : code;
 }
 
-// 2 bits of exponent, 1 of fraction: 0, 0.5, 1, 1.5, 2, 3, 4, 6. A NaN is 6.
-__device__ __forceinline__ u32 e2m1(float x) {
-  const u32 sign = ptx::as_u32(x) >> 28 & 8;
-  const u32 all = ptx::as_u32(x) & 0x7fffffffu;
-  const u32 bits = all < 0x40c00000u ? all : 0x40c00000u;  // 6
-  const u32 normal = (bits - (126u << 23) + 0x1fffff + (bits >> 22 & 1)) >> 22;
-  // Below 1 it counts in units of 0.5, as a float does between 2^22 and 2^23.
-  const u32 small = ptx::as_u32(ptx::as_f32(bits) + 4194304.0f) - ptx::as_u32(4194304.0f);
-  const u32 code = bits < 0x3f800000u ? small : normal;
-  return all > kInfinity ? 7 : sign | code;
-}
-
-// The exponent of the least power of two that is not below x, plus 127: at most 254, 255 for NaN.
-// x is not negative.
-__device__ __forceinline__ u32 ue8m0_up(float x) {
-  const u32 bits = ptx::as_u32(x) & 0x7fffffffu;
-  if (bits > kInfinity) return 0xff;
-  if (bits <= 0x400000u) return 0;  // 2^-127, half of the least normal float
-  return bits > 0x7f000000u ? 0xfe : (bits + 0x7fffff) >> 23;
+// Four codes, the first in the low half of the low byte. 2 bits of exponent, 1 of fraction: 0, 0.5,
+// 1, 1.5, 2, 3, 4, 6. A NaN is 6, if its sign is not set, as the machine's own is not.
+__device__ __forceinline__ u32 e2m1x4(const float* x) {
+  // Added to one of these a float is rounded to a whole number, to the even one of two.
+  constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
+  u32 codes = 0;
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    const float m = ptx::min_f32(ptx::as_f32(ptx::as_u32(x[i]) & 0x7fffffffu), 6.0f);
+    // Codes count in steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6: each line is the least where
+    // it holds.
+    const float code = ptx::min_f32(
+        ptx::min_f32(ptx::fma_f32(m, 2.0f, kWhole), m + (kWhole + 2.0f)),
+        ptx::fma_f32(m, 0.5f, kWhole + 4.0f));
+    codes = codes * 16 + (ptx::as_u32(x[i]) >> 31) * 8 + (ptx::as_u32(code) - ptx::as_u32(kWhole));
+  }
+  return codes;
 }
 
 __device__ __forceinline__ float e4m3_value(u32 code) {

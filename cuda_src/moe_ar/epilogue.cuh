@@ -77,40 +77,41 @@ struct Gamma : GivenScale {
   }
 };
 
-// What a vector adds to its row's totals.
-__device__ __forceinline__ RowTotals own_totals(const Params& p, const Vec16& residual,
-                                                const Gamma& gamma) {
-  RowTotals own = {square_sum(residual), 0};
-  if constexpr (kRowMax) {
-    float x[kElements], weight[kElements];
-    unpack<kDType>(residual, x);
+// A vector of the norm, in two steps: what does not need the row's totals is done before they are
+// waited for. Every lane of a warp, those outside of the row too, with zeros.
+class Norm {
+ public:
+  __device__ __forceinline__ void prepare(const Params& p, int token, int column, u64 offset,
+                                          bool inside, const Vec16& residual, const Gamma& gamma) {
+    float weight[kElements];
+    unpack<kDType>(residual, weighted_);
     gamma.get(p, weight);
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      const u32 bits = ptx::as_u32(x[i] * (p.weight_bias + weight[i])) & 0x7fffffffu;
-      own.magnitude = ptx::max_u32(own.magnitude, bits);
+    for (int i = 0; i < kElements; ++i) weighted_[i] *= p.weight_bias + weight[i];
+    if constexpr (kQuantises) {
+      quantiser_.prepare(p, token, column, offset, inside, weighted_, gamma);
     }
   }
-  return own;
-}
 
-__device__ __forceinline__ void store_norm(const Params& p, int token, int column, u64 offset,
-                                           const Vec16& residual, const Gamma& gamma,
-                                           const RowTotals& row) {
-  const float rs = ptx::rsqrt_f32(ptx::fma_f32(row.square_sum, p.inverse_hidden, p.rms_eps));
-  float x[kElements], weight[kElements];
-  unpack<kDType>(residual, x);
-  gamma.get(p, weight);
+  // What the vector adds to the row's largest magnitude.
+  __device__ __forceinline__ u32 magnitude() const { return ptx::as_u32(largest_of(weighted_)); }
+
+  __device__ __forceinline__ void store(const Params& p, u64 offset, bool inside,
+                                        const RowTotals& row) const {
+    const float rs = ptx::rsqrt_f32(ptx::fma_f32(row.square_sum, p.inverse_hidden, p.rms_eps));
+    float x[kElements];
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) x[i] = (x[i] * (p.weight_bias + weight[i])) * rs;
-  const Vec16 norm = pack<kDType>(x);
-  if (!kQuantises || p.norm_out != nullptr) store_vector(p.norm_out, offset, norm);
-  if constexpr (kQuantises) {
-    // Rounding keeps the order, so that this is the largest |norm| as rounded.
-    float most[kElements] = {ptx::as_f32(row.magnitude) * rs};
-    unpack<kDType>(pack<kDType>(most), most);
-    store_quantised(p, token, column, offset, norm, most[0], gamma);
+    for (int i = 0; i < kElements; ++i) x[i] = weighted_[i] * rs;
+    const Vec16 norm = pack<kDType>(x);
+    if (inside && (!kQuantises || p.norm_out != nullptr)) store_vector(p.norm_out, offset, norm);
+    if constexpr (kQuantises) {
+      quantiser_.store(p, inside, norm, rs, ptx::as_f32(row.magnitude));
+    }
   }
-}
+
+ private:
+  float weighted_[kElements];  // residual * (weight_bias + gamma)
+  Quantiser quantiser_;
+};
 
 }  // namespace moe_ar

@@ -293,9 +293,8 @@ __device__ __forceinline__ float shfl_xor_f32(float v, u32 mask) {
   return __shfl_xor_sync(0xffffffffu, v, mask);
 }
 
-// The lanes of `members`, which are consecutive, take part; others may do so apart from them.
-__device__ __forceinline__ u32 shfl_xor_u32(u32 v, u32 mask, u32 members) {
-  return __shfl_xor_sync(members, v, mask);
+__device__ __forceinline__ u32 shfl_xor_u32(u32 v, u32 mask) {
+  return __shfl_xor_sync(0xffffffffu, v, mask);
 }
 
 // All 32 lanes take part and get the largest.
@@ -324,6 +323,23 @@ __device__ __forceinline__ float rsqrt_f32(float x) {
   float y;
   asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// 1 / x, for 2^-100 <= |x| <= 2^100: what the compiler makes of a division, without its branch.
+__device__ __forceinline__ float reciprocal_f32(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return fma_f32(y, fma_f32(-x, y, 1.0f), y);
+}
+
+// The number, where one of both is a NaN.
+__device__ __forceinline__ float min_f32(float a, float b) { return fminf(a, b); }
+
+// |a| or |b|; a NaN, positive and above all numbers in its bits, where there is one.
+__device__ __forceinline__ float max_magnitude_f32(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return r;
 }
 
 // Into -most..most; a NaN stays one.
@@ -421,18 +437,7 @@ __device__ __forceinline__ u32 pack_e2m1x4(const float* x) {
       : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
   return r;
 #else
-  return soft::e2m1(x[0]) | soft::e2m1(x[1]) << 4 | soft::e2m1(x[2]) << 8 | soft::e2m1(x[3]) << 12;
-#endif
-}
-
-// x, which is not negative, as a power of two that is not smaller.
-__device__ __forceinline__ u32 ue8m0_up(float x) {
-#ifdef MOE_AR_CONVERTS_FP4
-  u16 r;
-  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.0f), "f"(x));
-  return r & 0xffu;
-#else
-  return soft::ue8m0_up(x);
+  return soft::e2m1x4(x);
 #endif
 }
 

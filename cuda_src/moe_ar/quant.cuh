@@ -43,45 +43,66 @@ using GivenScale = GivenScaleOf<kGivenScale>;
 // compiler's division takes turns with the next one; this does not.
 class Divisor {
  public:
-  __device__ __forceinline__ explicit Divisor(float divisor) {
+  // `mild`: every |x| to come is about 1024 times the divisor at most.
+  __device__ __forceinline__ Divisor(float divisor, bool mild) : divisor_(divisor) {
     const u32 bits = ptx::as_u32(divisor) & 0x7fffffffu;
-    const float magnitude = ptx::as_f32(bits);
-    usable_ = bits != 0 && bits != soft::kInfinity;
-    // In the middle of the range, so that nothing that counts overflows or is rounded twice.
-    const float shift = magnitude < 0x1p-90f ? 0x1p100f : magnitude > 0x1p90f ? 0x1p-100f : 1.0f;
-    shift_ = divisor < 0.0f ? -shift : shift;
-    divisor_ = divisor * shift_;
-    inverse_ = 1.0f / divisor_;
-    most_ = divisor_ * 1024.0f;  // beyond what any code has
+    usable_ = (bits != 0) & (bits != soft::kInfinity);
+    // Else something that counts may overflow or be rounded twice, or a zero lose its sign.
+    plain_ = mild & (divisor >= 0x1p-90f) & (divisor <= 0x1p90f);
+    if (!plain_) {
+      const float magnitude = ptx::as_f32(bits);
+      const float shift = magnitude < 0x1p-90f ? 0x1p100f : magnitude > 0x1p90f ? 0x1p-100f : 1.0f;
+      shift_ = divisor < 0.0f ? -shift : shift;
+      divisor_ *= shift_;
+    }
+    inverse_ = ptx::reciprocal_f32(divisor_);
   }
 
   // Without it all codes are 0.
   __device__ __forceinline__ bool usable() const { return usable_; }
 
-  __device__ __forceinline__ float operator()(float x) const {
-    x = ptx::clamp_f32(x * shift_, most_);
-    const float q = x * inverse_;  // at most 1.5 units in the last place off
-    // One correction can leave it off by one unit, but not where that changes a code: see
-    // test_emulator.py, which has every case that could. With this sign of the remainder -0.0
-    // stays.
-    return ptx::fma_f32(ptx::fma_f32(q, divisor_, -x), -inverse_, q);
+  template <int kCount>
+  __device__ __forceinline__ void operator()(float (&x)[kCount]) const {
+    if (!plain_) {
+#pragma unroll
+      for (float& value : x) value = ptx::clamp_f32(value * shift_, divisor_ * 1024.0f);
+    }
+#pragma unroll
+    for (float& value : x) {
+      const float q = value * inverse_;  // at most 1.5 units in the last place off
+      // One correction can leave it off by one unit, but not where that changes a code: see
+      // test_emulator.py, which has every case that could. With this sign of the remainder -0.0
+      // stays.
+      value = ptx::fma_f32(ptx::fma_f32(q, divisor_, -value), -inverse_, q);
+    }
   }
 
  private:
   bool usable_;
-  float shift_;
+  bool plain_;
+  float shift_ = 1.0f;
   float divisor_;
   float inverse_;
-  float most_;
 };
 
-// `offset` is the vector's in rows of T.
-__device__ __forceinline__ void store_codes(const Params& p, u64 offset,
-                                            const float (&x)[kElements], float divisor) {
-  const Divisor divide(divisor);
-  float q[kElements];
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) q[i] = divide(x[i]);
+// x / 448.
+__device__ __forceinline__ float divide_by_448(float x) {
+  constexpr float kInverse = 1.0f / 448.0f;
+  if (x < 0x1p-90f) return x / 448.0f;
+  const float q = x * kInverse;
+  return ptx::fma_f32(ptx::fma_f32(q, -448.0f, x), kInverse, q);  // right for every fraction
+}
+
+// The UE8M0 code of most / 448, which is not negative: of the least power of two that is not below.
+__device__ __forceinline__ u32 ue8m0_code(float most) {
+  const u32 bits = ptx::as_u32(most);
+  if (bits > soft::kInfinity) return 0xff;
+  const u32 up = (bits + 0x1fffff) >> 23;  // 448 is 1.75 * 2^8
+  return ptx::max_u32(up, 8) - 8;
+}
+
+// Without `usable` all codes are 0.
+__device__ __forceinline__ void store_codes(u8* to, const float (&q)[kElements], bool usable) {
   u32 words[2] = {};
 #pragma unroll
   for (int i = 0; i < kElements; i += 4) {
@@ -92,8 +113,7 @@ __device__ __forceinline__ void store_codes(const Params& p, u64 offset,
     }
   }
 #pragma unroll
-  for (u32& word : words) word = divide.usable() ? word : 0;
-  u8* to = static_cast<u8*>(p.quant_out) + offset / sizeof(Vec16) * kCodeBytes;
+  for (u32& word : words) word = usable ? word : 0;
   if constexpr (kCodeBytes == 8) {
     ptx::st_v2(to, words[0], words[1]);
   } else if constexpr (kCodeBytes == 4) {
@@ -113,25 +133,7 @@ class ScalePlaces {
         tiled_(p.flags & kScaleTiled),
         wide_(kGroups && !(p.flags & kScaleIsUe8m0)) {}
 
-  // Stores a scale, and 0 into the padding that lies beyond it: columns, and rows of columns.
-  __device__ __forceinline__ void store(u32 row, u32 column, u32 scale) const {
-    put(row, column, scale);
-    const bool ends_row = !wide_ && column + 1 == columns_ && columns_ % 4 != 0;
-    const bool ends_column = kGroups && row + 1 == rows_ && rows_ % 4 != 0;
-    if (!tiled_ || !(ends_row || ends_column)) return;
-    const u32 last_row = ends_column ? row | 3 : row;
-    const u32 last_column = ends_row ? column | 3 : column;
-#pragma unroll 1
-    for (u32 r = row; r <= last_row; ++r) {
-#pragma unroll 1
-      for (u32 c = column; c <= last_column; ++c) {
-        if (r != row || c != column) put(r, c, 0);
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ void put(u32 row, u32 column, u32 value) const {
+  __device__ __forceinline__ u8* operator()(u32 row, u32 column) const {
     u64 place;
     if (!tiled_) {
       place = ptx::mad_wide(row, columns_, column);
@@ -143,13 +145,34 @@ class ScalePlaces {
       place = wide_ ? ptx::mad_wide(column, padded_rows, row)
                     : ptx::mad_wide(column / 4, padded_rows, row) * 4 + column % 4;
     }
-    if (wide_) {
-      ptx::st_u32(out_ + place * 4, value);
-    } else {
-      ptx::st_u8(out_ + place, static_cast<u8>(value));
+    return out_ + (wide_ ? place * 4 : place);
+  }
+
+  // Stores 0 into the padding that lies beyond a scale: columns, and rows of columns.
+  __device__ __forceinline__ void clear_beyond(u32 row, u32 column) const {
+    const bool ends_row = !wide_ && column + 1 == columns_ && columns_ % 4 != 0;
+    const bool ends_column = kGroups && row + 1 == rows_ && rows_ % 4 != 0;
+    if (!tiled_ || !(ends_row || ends_column)) return;
+    const u32 last_row = ends_column ? row | 3 : row;
+    const u32 last_column = ends_row ? column | 3 : column;
+#pragma unroll 1
+    for (u32 r = row; r <= last_row; ++r) {
+#pragma unroll 1
+      for (u32 c = column; c <= last_column; ++c) {
+        if (r != row || c != column) store((*this)(r, c), 0);
+      }
     }
   }
 
+  __device__ __forceinline__ void store(u8* to, u32 scale) const {
+    if (wide_) {
+      ptx::st_u32(to, scale);
+    } else {
+      ptx::st_u8(to, static_cast<u8>(scale));
+    }
+  }
+
+ private:
   u8* out_;
   u32 rows_;
   u32 columns_;
@@ -182,57 +205,110 @@ __device__ __forceinline__ void clear_scale_padding(const Params& p) {
   }
 }
 
-// Bits of the largest magnitude of the block; a NaN is larger than all numbers.
-__device__ __forceinline__ u32 block_magnitude(const float (&x)[kElements], u32 lane) {
-  u32 most = 0;
+// Largest |x| of the vector; a NaN is larger than all numbers.
+__device__ __forceinline__ float largest_of(const float (&x)[kElements]) {
+  float most = 0.0f;
 #pragma unroll
-  for (float value : x) most = ptx::max_u32(most, ptx::as_u32(value) & 0x7fffffffu);
-  const u32 members = 0xffffffffu >> (32 - kBlockLanes) << (lane & ~(kBlockLanes - 1));
-#pragma unroll
-  for (u32 step = 1; step < kBlockLanes; step *= 2) {
-    most = ptx::max_u32(most, ptx::shfl_xor_u32(most, step, members));
-  }
+  for (float value : x) most = ptx::max_magnitude_f32(most, value);
   return most;
 }
 
-// Makes quant_out and scale_out of a vector of the norm, together with the other lanes of its
-// block. `row_magnitude`: of the whole row's norm.
-__device__ __forceinline__ void store_quantised(const Params& p, int token, int column, u64 offset,
-                                                const Vec16& norm, float row_magnitude,
-                                                const GivenScale& given) {
-  float x[kElements];
-  unpack<kDType>(norm, x);
-  if constexpr (kQuant == Quant::kFp8Static) {
-    store_codes(p, offset, x, given.scale());
-    return;
+// Of the vectors of the block. Every lane of the warp.
+__device__ __forceinline__ float largest_of_block(float most) {
+  u32 bits = ptx::as_u32(most);
+#pragma unroll
+  for (u32 step = 1; step < kBlockLanes; step *= 2) {
+    bits = ptx::max_u32(bits, ptx::shfl_xor_u32(bits, step));
   }
-  constexpr bool kRows = kQuant == Quant::kFp8PerToken;
-  u32 bits = 0;
-  if constexpr (kRows) {
-    bits = ptx::as_u32(row_magnitude) & 0x7fffffffu;
-  } else {
-    bits = block_magnitude(x, static_cast<u32>(column) % 32);
-  }
-  const float most = ptx::as_f32(bits == soft::kInfinity ? soft::kInfinity - 1 : bits);
-  float divisor = most / (kFp4 ? 6.0f * given.scale() : 448.0f);
-  u32 scale = ptx::as_u32(divisor);
-  if constexpr (kFp4) {
-    scale = bits == 0 ? 0 : ptx::pack_e4m3x2(divisor, 0.0f);
-    const float value = ptx::unpack_e4m3(scale);
-    divisor = value == 0.0f ? 0.0f : value * given.scale();
-  } else if (kQuant == Quant::kMxfp8 || (kGroups && p.flags & kScaleIsUe8m0)) {
-    scale = ptx::ue8m0_up(divisor);
-    // 2^-127 is subnormal, and no float has the exponent of a NaN and is a number.
-    divisor = ptx::as_f32(scale == 0 ? 0x400000u : scale == 0xff ? 0x7fffffffu : scale << 23);
-    if (bits == 0) divisor = 0.0f;
-  }
-  store_codes(p, offset, x, divisor);
-  if constexpr (kRows) {
-    u8* to = static_cast<u8*>(p.scale_out);
-    if (column == 0) ptx::st_u32(ptx::at(to, static_cast<u32>(token), 4), scale);
-  } else if (static_cast<u32>(column) % kBlockLanes == 0) {
-    ScalePlaces(p).store(static_cast<u32>(token), static_cast<u32>(column) / kBlockLanes, scale);
-  }
+  return ptx::as_f32(bits);
 }
+
+// Makes quant_out and scale_out of a vector of the norm. Every lane of a warp, those outside of the
+// row too; they store nothing.
+class Quantiser {
+ public:
+  // What can be done before the row's totals are there. `weighted` times the row's factor is the
+  // norm; `offset` is the vector's in rows of T.
+  __device__ __forceinline__ void prepare(const Params& p, int token, int column, u64 offset,
+                                          bool inside, const float (&weighted)[kElements],
+                                          const GivenScale& given) {
+    const u32 row = static_cast<u32>(token);
+    given_ = given;
+    codes_ = static_cast<u8*>(p.quant_out) + offset / sizeof(Vec16) * kCodeBytes;
+    if constexpr (kFp4) by_given_ = Divisor(6.0f * given.scale(), false);
+    if constexpr (kQuant == Quant::kFp8PerToken) {
+      if (column == 0) scale_ = ptx::at(static_cast<u8*>(p.scale_out), row, 4);
+    } else if constexpr (kQuant == Quant::kFp8Static) {
+      most_ = largest_of(weighted);
+    } else {
+      most_ = largest_of_block(largest_of(weighted));
+      if (!inside || static_cast<u32>(column) % kBlockLanes != 0) return;
+      const ScalePlaces places(p);
+      scale_ = places(row, static_cast<u32>(column) / kBlockLanes);
+      places.clear_beyond(row, static_cast<u32>(column) / kBlockLanes);
+    }
+  }
+
+  // `norm` is as rounded to T, `row_most` the largest |weighted| of the row.
+  __device__ __forceinline__ void store(const Params& p, bool inside, const Vec16& norm,
+                                        float factor, float row_most) const {
+    float x[kElements];
+    unpack<kDType>(norm, x);
+    if constexpr (kQuant == Quant::kFp8Static) {
+      if (!inside) return;
+      const Divisor divide(given_.scale(), most_ * factor <= given_.scale() * 1024.0f);
+      divide(x);
+      store_codes(codes_, x, divide.usable());
+      return;
+    }
+    constexpr bool kRows = kQuant == Quant::kFp8PerToken;
+    // Rounding keeps the order, so that this is the largest |norm| as rounded.
+    float most[kElements] = {(kRows ? row_most : most_) * factor};
+    unpack<kDType>(pack<kDType>(most), most);
+    // But of infinity times 0 and times more the former is the larger one.
+    if (!kRows && ptx::as_u32(factor) == soft::kInfinity) most[0] = largest_of_block(largest_of(x));
+    if (!inside) return;
+    const u32 bits = ptx::as_u32(most[0]) & 0x7fffffffu;
+    const float largest = ptx::as_f32(bits == soft::kInfinity ? soft::kInfinity - 1 : bits);
+    u32 scale;
+    bool usable = bits != 0;
+    if (kQuant == Quant::kMxfp8 || (kGroups && p.flags & kScaleIsUe8m0)) {
+      scale = ue8m0_code(largest);
+      const float inverse = ptx::as_f32(scale == 0xff ? 0x7fffffffu : (254 - scale) << 23);
+#pragma unroll
+      for (float& value : x) value *= inverse;  // exact wherever that matters for a code
+    } else {
+      float divisor;
+      if constexpr (kFp4) {
+        float quotient[1] = {largest};
+        by_given_(quotient);
+        if (!by_given_.usable()) quotient[0] = largest / (6.0f * given_.scale());
+        scale = bits == 0 ? 0 : ptx::pack_e4m3x2(quotient[0], 0.0f);
+        const float value = ptx::unpack_e4m3(scale);
+        divisor = value == 0.0f ? 0.0f : value * given_.scale();
+      } else {
+        divisor = divide_by_448(largest);
+        scale = ptx::as_u32(divisor);
+      }
+      const Divisor divide(divisor, ptx::as_f32(bits) <= divisor * 1024.0f);
+      divide(x);
+      usable = divide.usable();
+    }
+    store_codes(codes_, x, usable);
+    if (scale_ == nullptr) return;
+    if constexpr (kRows) {
+      ptx::st_u32(scale_, scale);
+    } else {
+      ScalePlaces(p).store(scale_, scale);
+    }
+  }
+
+ private:
+  GivenScale given_;
+  Divisor by_given_ = Divisor(1.0f, true);
+  float most_ = 0.0f;    // largest |weighted| of the block, or of the vector if the scale is given
+  u8* codes_;            // where the vector's codes go
+  u8* scale_ = nullptr;  // where this lane stores the block's scale
+};
 
 }  // namespace moe_ar

@@ -32,19 +32,59 @@ struct Placement {
 template <int kVectors>
 inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
 
-// Over the whole row, of which a thread holds the vectors of its groups `group`, `group + step`...
-// Every thread of the cluster.
+// The norm of a row of `columns` vectors, of which a thread holds `column`, `column + step`...;
+// `offset` is the first one's in rows of T. Every thread of the cluster.
 template <int kVectors>
-__device__ __forceinline__ RowTotals row_totals(const Params& p, RowReduction& reduction,
-                                                const Vec16 (&residual)[kVectors],
-                                                const Gamma (&gamma)[kVectors], int group, int step,
-                                                int groups) {
+__device__ __forceinline__ void norm_row(const Params& p, RowReduction& reduction, int token,
+                                         int columns, int column, int step, u64 offset,
+                                         const Vec16 (&residual)[kVectors],
+                                         const Gamma (&gamma)[kVectors]) {
+  const int groups = (p.row_vectors + 31) / 32;
+  const auto has_group = [&](int v) { return (column + v * step) / 32 < groups; };
+  const auto place = [&](int v) { return offset + v * step * sizeof(Vec16); };
+  Norm norm[kVectors];
+  const auto prepare = [&](int v) {
+    const int own = column + v * step;
+    norm[v].prepare(p, token, own, place(v), own < columns, residual[v], gamma[v]);
+  };
   ptx::warp_sync();
   each<kVectors>([&](int v) {
-    if (group + v * step < groups)
-      reduction.publish(v * step, own_totals(p, residual[v], gamma[v]));
+    if (!has_group(v)) return;
+    if constexpr (kRowMax) prepare(v);
+    reduction.publish(v * step / 32, {square_sum(residual[v]), kRowMax ? norm[v].magnitude() : 0});
   });
-  return reduction.collect(groups);
+  // Not before: the other blocks of the cluster wait for what is published.
+  each<kVectors>([&](int v) {
+    if (!kRowMax && has_group(v)) prepare(v);
+  });
+  const RowTotals row = reduction.collect(groups);
+  each<kVectors>([&](int v) {
+    if (has_group(v)) norm[v].store(p, place(v), column + v * step < columns, row);
+  });
+}
+
+// The same where a thread holds any number of vectors, one at a time: first all of them are
+// published, then all are stored. Whole warps.
+__device__ __forceinline__ void publish_one(const Params& p, const RowReduction& reduction,
+                                            int token, int columns, int column, int step,
+                                            const Vec16& residual) {
+  Norm norm;
+  if constexpr (kRowMax) {
+    Gamma gamma = {};
+    if (column < columns) gamma.load(p, column);
+    norm.prepare(p, token, column, 0, column < columns, residual, gamma);
+  }
+  reduction.publish(step, {square_sum(residual), kRowMax ? norm.magnitude() : 0});
+}
+
+__device__ __forceinline__ void store_one(const Params& p, int token, int columns, int column,
+                                          const Vec16& residual, const RowTotals& row) {
+  Norm norm;
+  Gamma gamma = {};
+  if (column < columns) gamma.load(p, column);
+  const u64 offset = row_offset(p, token, column);
+  norm.prepare(p, token, column, offset, column < columns, residual, gamma);
+  norm.store(p, offset, column < columns, row);
 }
 
 }  // namespace moe_ar

@@ -136,8 +136,6 @@ MOE_AR_DEFINE_KERNEL(misuse, 1024, TestParams, p) {
     if (planted == kPlaceBeyondCluster) cluster_place(word, 2);
     if (planted == kPlaceOutside) st_async_u32(shared_place(p.out), ready, 1);
     if (planted == kTwoTypes) block_shared<Words>();
-    if (planted == kShuffleBeyondMembers) shfl_xor_u32(0, 2, 3);
-    if (planted == kShuffleOfStranger) shfl_xor_u32(0, 1, 12);
     st_async_u32(peer_word, peer_ready, 1);
   }
   if (me == 0) tx_barrier_expect(ready, 4);
@@ -227,7 +225,6 @@ MOE_AR_DEFINE_KERNEL(convert, 1024, ConvertParams, p) {
     if (p.what == 6) *out = as_u32(fma_f32(floats[i], 2, 0));
     if (p.what == 7) *out = pack_e4m3x2(floats[2 * i], floats[2 * i + 1]);
     if (p.what == 8) *out = pack_e2m1x4(floats + 4 * i);
-    if (p.what == 9) *out = ue8m0_up(floats[i]);
-    if (p.what == 10) *out = as_u32(unpack_e4m3(words[i]));
+    if (p.what == 9) *out = as_u32(unpack_e4m3(words[i]));
   }
 }

@@ -37,8 +37,6 @@ enum Misuse : std::uint32_t {
   kPlaceBeyondCluster,
   kPlaceOutside,
   kTwoTypes,
-  kShuffleBeyondMembers,
-  kShuffleOfStranger,
 };
 
 struct TestParams {
@@ -60,14 +58,14 @@ struct ConvertParams {
   std::uint32_t count;
   std::uint32_t what;  // 0: float2 to bf16x2, 1: float2 to f16x2, 2: f16 to float,
                        // 3, 4: drop -0 of bf16x2, f16x2, 5: rsqrt, 6: float doubled by fma,
-                       // 7: float2 to e4m3x2, 8: float4 to e2m1x4, 9: float to ue8m0, 10: e4m3
-                       // to float
+                       // 7: float2 to e4m3x2, 8: float4 to e2m1x4, 9: e4m3 to float
 };
 
 struct QuotientParams {
   const float* x;
   const float* divisor;
-  std::uint32_t* out;
+  std::uint32_t* out;  // [count][4]: E4M3 code of x / divisor in the low byte, E2M1 above; the same
+                       // as for any x; |x| / 448; its UE8M0 code
   std::uint32_t count;
 };
 

@@ -262,17 +262,15 @@ inline void st_async_u32(SharedPlace place, SharedPlace barrier, u32 v) {
 inline void warp_sync() { emulator::warp_sync(); }
 
 // All 32 lanes take part. Orders no memory.
-inline float shfl_xor_f32(float v, u32 mask) { return emulator::shfl_xor(v, mask); }
-
-// The lanes of `members`, which are consecutive, take part; others may do so apart from them.
-inline u32 shfl_xor_u32(u32 v, u32 mask, u32 members) {
-  return emulator::shfl_xor_among(v, mask, members);
+inline float shfl_xor_f32(float v, u32 mask) {
+  return std::bit_cast<float>(emulator::shfl_xor(std::bit_cast<u32>(v), mask));
 }
+inline u32 shfl_xor_u32(u32 v, u32 mask) { return emulator::shfl_xor(v, mask); }
 
 // All 32 lanes take part and get the largest.
 inline u32 warp_max_u32(u32 v) {
   for (u32 mask = 16; mask > 0; mask /= 2) {
-    const u32 other = shfl_xor_u32(v, mask, 0xffffffffu);
+    const u32 other = shfl_xor_u32(v, mask);
     v = v > other ? v : other;
   }
   return v;
@@ -287,6 +285,18 @@ inline void pdl_trigger() { emulator::pdl_trigger(); }
 
 inline float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float rsqrt_f32(float x) { return static_cast<float>(1.0 / std::sqrt(double{x})); }
+// 1 / x, for 2^-100 <= |x| <= 2^100.
+inline float reciprocal_f32(float x) { return 1.0f / x; }
+
+// The number, where one of both is a NaN.
+inline float min_f32(float a, float b) { return __builtin_fminf(a, b); }
+
+// |a| or |b|; a NaN, positive and above all numbers in its bits, where there is one.
+inline float max_magnitude_f32(float a, float b) {
+  if (a != a || b != b) return __builtin_bit_cast(float, 0x7fffffffu);
+  return __builtin_fmaxf(__builtin_fabsf(a), __builtin_fabsf(b));
+}
+
 // Into -most..most; a NaN stays one.
 inline float clamp_f32(float x, float most) { return x > most ? most : x < -most ? -most : x; }
 
@@ -354,11 +364,10 @@ inline float unpack_e4m3(u32 code) { return soft::e4m3_value(code & 0xff); }
 
 // Four codes, the first in the low half of the low byte.
 inline u32 pack_e2m1x4(const float* x) {
-  return soft::e2m1(x[0]) | soft::e2m1(x[1]) << 4 | soft::e2m1(x[2]) << 8 | soft::e2m1(x[3]) << 12;
+  float usual[4];
+  for (int i = 0; i < 4; ++i) usual[i] = x[i] == x[i] ? x[i] : as_f32(0x7fffffffu);
+  return soft::e2m1x4(usual);
 }
-
-// x, which is not negative, as a power of two that is not smaller.
-inline u32 ue8m0_up(float x) { return soft::ue8m0_up(x); }
 
 // ---- time ---------------------------------------------------------------------------------------
 
