@@ -47,8 +47,8 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   norm_row(p, reduction, at.cluster, p.row_vectors, column, step, offset, residual, gamma);
 }
 
-// A cluster holds one row after the other. It pushes rows ahead of the one that it finishes, so that
-// the link is busy while it waits.
+// A cluster holds one row after the other. It pushes a row ahead of the one that it finishes,
+// so that the link is busy while it waits.
 template <int kVectors>
 __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   const int column = ptx::settled(at.first_group * 32 + at.lane);
@@ -58,31 +58,25 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
   Session session(p);
 
-  constexpr int kSteps = kAhead<kVectors>;  // from a row's push to its end
-  Payload pushed[kSteps][kVectors] = {};
-  for (int next = at.cluster;; next += at.clusters) {
+  Payload ahead[kVectors] = {};
+  // One step more than rows: a step produces its row and finishes the one before.
+  for (int next = at.cluster, done = -1; done < p.token_num; done = next, next += at.clusters) {
     Payload own[kVectors];
-    each<kVectors>([&](int v) {
-      own[v] = pushed[0][v];
-      if (kSteps == 2) pushed[0][v] = pushed[kSteps - 1][v];
-    });
+    each<kVectors>([&](int v) { own[v] = ahead[v]; });
     if (next < p.token_num) {
       const Part<4> part(p, next, column);
       each<kVectors>([&](int v) {
         if (column + v * step >= p.row_vectors) return;
-        const Payload payload = produce(part, v * step * sizeof(Vec16));
-        session.push(next, column + v * step, payload);
-        pushed[kSteps - 1][v] = payload;
+        ahead[v] = produce(part, v * step * sizeof(Vec16));
+        session.push(next, column + v * step, ahead[v]);
       });
     }
-    if (next == at.cluster) {
+    if (done < 0) {
       session.advance();
       clear_scale_padding(p);
       reduction.begin();
+      continue;
     }
-    const int done = next - kSteps * at.clusters;
-    if (done < 0) continue;
-    if (done >= p.token_num) break;
     const u64 offset = row_offset(p, done, column);
     Vec16 residual[kVectors] = {};
     Gamma gamma[kVectors] = {};
@@ -165,6 +159,6 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
 // number of vectors.
 MOE_AR_DEFINE_ROW_KERNEL(_row, moe_ar::kMaxBlockThreads, moe_ar::run_row<1>)
 MOE_AR_DEFINE_ROW_KERNEL(_row2, moe_ar::kMaxBlockThreads, moe_ar::run_row<2>)
-MOE_AR_DEFINE_ROW_KERNEL(_rows, moe_ar::kRowsThreads, moe_ar::run_rows<1>)
+MOE_AR_DEFINE_ROW_KERNEL(_rows, moe_ar::kMaxBlockThreads, moe_ar::run_rows<1>)
 MOE_AR_DEFINE_ROW_KERNEL(_rows2, moe_ar::kMaxBlockThreads, moe_ar::run_rows<2>)
 MOE_AR_DEFINE_ROW_KERNEL(_long, moe_ar::kMaxBlockThreads, moe_ar::run_long_rows)

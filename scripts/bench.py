@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,7 @@ from cupy_moe_ar.plan import launch_shapes
 
 OUTPUTS = ("residual_out", "norm_out")
 MOST_JUDGED = 300  # tokens
+TURNS = 3
 GIVEN_SCALE = 0.01
 
 
@@ -140,16 +142,10 @@ class Bench:
 
     def run(self, case: Case, preset: str | None) -> bool:
         """Measure a case and add its rows; return whether its outputs are sound."""
-        plain = self._run(case, preset, None, None)
-        rows = [
-            plain,
-            *(self._run(case, preset, quant, plain["us"]) for quant in self.options.quant),
-        ]
+        rows = [self._run(case, preset, quant) for quant in (None, *self.options.quant)]
         return all(row["sound"] for row in rows)
 
-    def _run(
-        self, case: Case, preset: str | None, quant: str | None, plain_us: float | None
-    ) -> Row:
+    def _run(self, case: Case, preset: str | None, quant: str | None) -> Row:
         """Measure one launch and add its row; return it, and whether its outputs are sound."""
         rank, options, operation = self.rank, self.options, self.operation
         inputs, common = operation.inputs(case, rank.index), common_inputs(case)
@@ -161,7 +157,7 @@ class Bench:
         protocol = operation.describe(home, **sample, dtype=case.dtype).protocol
 
         call = self._caller(case, sample)
-        us = rank.time_us(call, options.replays)
+        us, plain_us = self._time(case, sample)
         errors, floor, equal = self._judge(case, inputs, common, outputs)
         model = case.model
         row: Row = {
@@ -176,6 +172,7 @@ class Bench:
             "comm_dtype": case.comm_dtype.value,
             "quant": quant,
             "us": us,
+            "plain_us": plain_us,
             "us_over_plain": us / plain_us if plain_us else None,
             "floor_us": None,
             "ar_fusion_us": None,
@@ -256,6 +253,20 @@ class Bench:
             )
 
         return call
+
+    def _time(self, case: Case, sample: Row) -> tuple[float, float | None]:
+        """Time a launch and, if it quantises, one that does not, in turns; medians."""
+        call = self._caller(case, sample)
+        if sample["quant"] is None:
+            return self.rank.time_us(call, self.options.replays), None
+        quantised = dict.fromkeys(("quant", "quant_out", "scale_out", "scale_factor"))
+        plain = self._caller(case, sample | quantised)
+        turns = [
+            [self.rank.time_us(each, self.options.replays) for each in (call, plain)]
+            for _ in range(TURNS)
+        ]
+        us, plain_us = map(statistics.median, zip(*turns, strict=True))
+        return us, plain_us
 
     def _after_prefill_us(self, case: Case, call: Callable[[], None]) -> float:
         """Time a launch that follows a prefill's: the two as one, less the prefill's alone."""

@@ -19,21 +19,19 @@ __device__ __forceinline__ u32 e4m3(float x) {
   return all > kInfinity ? 0x7f : code;
 }
 
-// Four codes, the first in the low half of the low byte. 2 bits of exponent, 1 of fraction: 0, 0.5,
-// 1, 1.5, 2, 3, 4, 6. A NaN is 6, if its sign is not set, as the machine's own is not.
+// Codes of four numbers that are not negative, the first in the low half of the low byte. 2 bits of
+// exponent, 1 of fraction: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 __device__ __forceinline__ u32 e2m1x4(const float* x) {
-  // Added to one of these a float is rounded to a whole number, to the even one of two.
+  // Added to this a float is rounded to a whole number, to the even one of two.
   constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
   u32 codes = 0;
 #pragma unroll
   for (int i = 3; i >= 0; --i) {
-    const float m = ptx::min_f32(ptx::as_f32(ptx::as_u32(x[i]) & 0x7fffffffu), 6.0f);
-    // Codes count in steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6: each line is the least where
-    // it holds.
-    const float code = ptx::min_f32(
-        ptx::min_f32(ptx::fma_f32(m, 2.0f, kWhole), m + (kWhole + 2.0f)),
-        ptx::fma_f32(m, 0.5f, kWhole + 4.0f));
-    codes = codes * 16 + (ptx::as_u32(x[i]) >> 31) * 8 + (ptx::as_u32(code) - ptx::as_u32(kWhole));
+    // Codes count in steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6: four, two and one of them.
+    float code = ptx::fma_f32(ptx::fma_sat_f32(x[i], 0.5f, 0.0f), 4.0f, kWhole);
+    code = ptx::fma_f32(ptx::fma_sat_f32(x[i], 0.5f, -1.0f), 2.0f, code);
+    code += ptx::fma_sat_f32(x[i], 0.5f, -2.0f);
+    codes = codes * 16 + (ptx::as_u32(code) - ptx::as_u32(kWhole));
   }
   return codes;
 }

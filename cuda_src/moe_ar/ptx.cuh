@@ -332,8 +332,12 @@ __device__ __forceinline__ float reciprocal_f32(float x) {
   return fma_f32(y, fma_f32(-x, y, 1.0f), y);
 }
 
-// The number, where one of both is a NaN.
-__device__ __forceinline__ float min_f32(float a, float b) { return fminf(a, b); }
+// fma_f32 into 0..1.
+__device__ __forceinline__ float fma_sat_f32(float a, float b, float c) {
+  float r;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+  return r;
+}
 
 // |a| or |b|; a NaN, positive and above all numbers in its bits, where there is one.
 __device__ __forceinline__ float max_magnitude_f32(float a, float b) {
@@ -347,6 +351,11 @@ __device__ __forceinline__ float clamp_f32(float x, float most) {
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-most));
   return x;
+}
+
+// Four of the eight bytes of a (0 to 3) and b (4 to 7), one for each nibble of `which`.
+__device__ __forceinline__ u32 byte_perm(u32 a, u32 b, u32 which) {
+  return __byte_perm(a, b, which);
 }
 
 __device__ __forceinline__ float as_f32(u32 bits) { return __uint_as_float(bits); }
@@ -425,7 +434,7 @@ __device__ __forceinline__ float unpack_e4m3(u32 code) {
 #define MOE_AR_CONVERTS_FP4 1
 #endif
 
-// Four codes, the first in the low half of the low byte.
+// Codes of four numbers that are not negative, the first in the low half of the low byte.
 __device__ __forceinline__ u32 pack_e2m1x4(const float* x) {
 #ifdef MOE_AR_CONVERTS_FP4
   u16 r;

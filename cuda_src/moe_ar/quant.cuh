@@ -101,26 +101,51 @@ __device__ __forceinline__ u32 ue8m0_code(float most) {
   return ptx::max_u32(up, 8) - 8;
 }
 
-// Without `usable` all codes are 0.
-__device__ __forceinline__ void store_codes(u8* to, const float (&q)[kElements], bool usable) {
-  u32 words[2] = {};
-#pragma unroll
-  for (int i = 0; i < kElements; i += 4) {
-    if constexpr (kFp4) {
-      words[0] |= ptx::pack_e2m1x4(q + i) << 4 * i;
+// A nibble for each element, 8 where its sign is set.
+__device__ __forceinline__ u32 sign_nibbles(const Vec16& v) {
+  u32 even, odd;  // bytes with the signs of elements 0, 2, 4, 6 and 1, 3, 5, 7
+  if constexpr (kElements == 8) {
+    const u32 low = ptx::byte_perm(v.w[0], v.w[1], 0x7351);
+    const u32 high = ptx::byte_perm(v.w[2], v.w[3], 0x7351);
+    even = ptx::byte_perm(low, high, 0x5410);
+    odd = ptx::byte_perm(low, high, 0x7632);
+  } else {
+    even = ptx::byte_perm(v.w[0], v.w[2], 0x73) & 0xffff;
+    odd = ptx::byte_perm(v.w[1], v.w[3], 0x73) & 0xffff;
+  }
+  return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+}
+
+// The codes of a vector, at most 8 bytes.
+struct Codes {
+  u32 words[2];
+
+  __device__ __forceinline__ void store(u8* to) const {
+    if constexpr (kCodeBytes == 8) {
+      ptx::st_v2(to, words[0], words[1]);
+    } else if constexpr (kCodeBytes == 4) {
+      ptx::st_u32(to, words[0]);
     } else {
-      words[i / 4] = ptx::pack_e4m3x2(q[i], q[i + 1]) | ptx::pack_e4m3x2(q[i + 2], q[i + 3]) << 16;
+      ptx::st_u16(to, static_cast<u16>(words[0]));
     }
   }
+};
+
+__device__ __forceinline__ Codes e4m3_codes(const float (&x)[kElements]) {
+  Codes codes = {};
 #pragma unroll
-  for (u32& word : words) word = usable ? word : 0;
-  if constexpr (kCodeBytes == 8) {
-    ptx::st_v2(to, words[0], words[1]);
-  } else if constexpr (kCodeBytes == 4) {
-    ptx::st_u32(to, words[0]);
-  } else {
-    ptx::st_u16(to, static_cast<u16>(words[0]));
+  for (int i = 0; i < kElements; i += 4) {
+    codes.words[i / 4] = ptx::pack_e4m3x2(x[i], x[i + 1]) | ptx::pack_e4m3x2(x[i + 2], x[i + 3]) << 16;
   }
+  return codes;
+}
+
+// `x` without their signs.
+__device__ __forceinline__ Codes e2m1_codes(const float (&x)[kElements], u32 signs) {
+  Codes codes = {{signs, 0}};
+#pragma unroll
+  for (int i = 0; i < kElements; i += 4) codes.words[0] |= ptx::pack_e2m1x4(x + i) << 4 * i;
+  return codes;
 }
 
 // Where the scales of blocks lie: see codecs.py, scale_places.
@@ -133,19 +158,23 @@ class ScalePlaces {
         tiled_(p.flags & kScaleTiled),
         wide_(kGroups && !(p.flags & kScaleIsUe8m0)) {}
 
+  // Of a row, the same in all threads, and a column.
   __device__ __forceinline__ u8* operator()(u32 row, u32 column) const {
-    u64 place;
-    if (!tiled_) {
-      place = ptx::mad_wide(row, columns_, column);
-    } else if constexpr (kSwizzles) {
-      const u32 in_tile = row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
-      place = ptx::mad_wide(row / 128, (columns_ + 3) / 4 * 512, column / 4 * 512 + in_tile);
-    } else {
-      const u32 padded_rows = (rows_ + 3) / 4 * 4;
-      place = wide_ ? ptx::mad_wide(column, padded_rows, row)
-                    : ptx::mad_wide(column / 4, padded_rows, row) * 4 + column % 4;
+    const u32 bytes = wide_ ? 4 : 1;
+    // From row to row, from four columns to the next four, and from column to column.
+    u32 from = columns_ * bytes, four = 4 * bytes, one = bytes;
+    if (kSwizzles && tiled_) {
+      from = (columns_ + 3) / 4 * 512;
+      four = 512;
+    } else if (tiled_) {
+      from = 4;
+      four = (rows_ + 3) / 4 * 4 * (wide_ ? 16 : 4);
+      if (wide_) one = four / 4;
     }
-    return out_ + (wide_ ? place * 4 : place);
+    u8* to = out_;
+    if (kSwizzles && tiled_) to += row % 32 * 16 + row % 128 / 32 * 4;
+    to = ptx::at(to, kSwizzles && tiled_ ? row / 128 : row, from);
+    return ptx::at(to + column % 4 * one, column / 4, four);
   }
 
   // Stores 0 into the padding that lies beyond a scale: columns, and rows of columns.
@@ -189,18 +218,18 @@ __device__ __forceinline__ void clear_scale_padding(const Params& p) {
     u8* begin = static_cast<u8*>(p.scale_out);
     begin = ptx::at(begin, static_cast<u32>(p.token_num) / 128, tiles * 512);
     const u32 first = ptx::block_index() * ptx::block_threads() + ptx::thread_index();
+    // 16 bytes have four columns of the rows `row`, + 32, + 64 and + 96: a thread's always the same.
+    const u32 row = first % 32;
+    const u32 taken = rows > row ? (rows - row + 31) / 32 : 0;
     for (u32 i = first; i < tiles * 32; i += ptx::grid_blocks() * ptx::block_threads()) {
-      // 16 bytes have four columns of the rows `row`, + 32, + 64 and + 96.
-      const u32 row = i % 32;
-      const u32 taken = rows > row ? (rows - row + 31) / 32 : 0;
+      u8* to = begin + i * sizeof(Vec16);
       if (taken == 0) {
-        ptx::st_v4(begin + i * sizeof(Vec16), Vec16{});
+        ptx::st_v4(to, Vec16{});
         continue;
       }
-#pragma unroll 1
-      for (u32 word = taken; word < 4; ++word) {
-        ptx::st_u32(begin + i * sizeof(Vec16) + word * 4, 0);
-      }
+      if (taken <= 1) ptx::st_u32(to + 4, 0);
+      if (taken <= 2) ptx::st_u32(to + 8, 0);
+      if (taken <= 3) ptx::st_u32(to + 12, 0);
     }
   }
 }
@@ -253,12 +282,12 @@ class Quantiser {
   __device__ __forceinline__ void store(const Params& p, bool inside, const Vec16& norm,
                                         float factor, float row_most) const {
     float x[kElements];
-    unpack<kDType>(norm, x);
+    unpack<kDType>(kFp4 ? magnitudes(norm) : norm, x);
     if constexpr (kQuant == Quant::kFp8Static) {
       if (!inside) return;
       const Divisor divide(given_.scale(), most_ * factor <= given_.scale() * 1024.0f);
       divide(x);
-      store_codes(codes_, x, divide.usable());
+      put(e4m3_codes(x), divide.usable());
       return;
     }
     constexpr bool kRows = kQuant == Quant::kFp8PerToken;
@@ -271,30 +300,31 @@ class Quantiser {
     const u32 bits = ptx::as_u32(most[0]) & 0x7fffffffu;
     const float largest = ptx::as_f32(bits == soft::kInfinity ? soft::kInfinity - 1 : bits);
     u32 scale;
-    bool usable = bits != 0;
-    if (kQuant == Quant::kMxfp8 || (kGroups && p.flags & kScaleIsUe8m0)) {
+    if constexpr (kFp4) {
+      float quotient[1] = {largest};
+      by_given_(quotient);
+      if (!by_given_.usable()) quotient[0] = largest / (6.0f * given_.scale());
+      scale = bits == 0 ? 0 : ptx::pack_e4m3x2(quotient[0], 0.0f);
+      const float value = ptx::unpack_e4m3(scale);
+      const float divisor = value == 0.0f ? 0.0f : value * given_.scale();  // not negative, or NaN
+      const Divisor divide(divisor, ptx::as_f32(bits) <= divisor * 1024.0f);
+      divide(x);
+      Codes codes = e2m1_codes(x, sign_nibbles(norm));
+      if (divisor != divisor) codes.words[0] = 0x77777777u;
+      put(codes, divide.usable());
+    } else if (kQuant == Quant::kMxfp8 || (kGroups && p.flags & kScaleIsUe8m0)) {
       scale = ue8m0_code(largest);
       const float inverse = ptx::as_f32(scale == 0xff ? 0x7fffffffu : (254 - scale) << 23);
 #pragma unroll
       for (float& value : x) value *= inverse;  // exact wherever that matters for a code
+      put(e4m3_codes(x), bits != 0);
     } else {
-      float divisor;
-      if constexpr (kFp4) {
-        float quotient[1] = {largest};
-        by_given_(quotient);
-        if (!by_given_.usable()) quotient[0] = largest / (6.0f * given_.scale());
-        scale = bits == 0 ? 0 : ptx::pack_e4m3x2(quotient[0], 0.0f);
-        const float value = ptx::unpack_e4m3(scale);
-        divisor = value == 0.0f ? 0.0f : value * given_.scale();
-      } else {
-        divisor = divide_by_448(largest);
-        scale = ptx::as_u32(divisor);
-      }
+      const float divisor = divide_by_448(largest);
+      scale = ptx::as_u32(divisor);
       const Divisor divide(divisor, ptx::as_f32(bits) <= divisor * 1024.0f);
       divide(x);
-      usable = divide.usable();
+      put(e4m3_codes(x), divide.usable());
     }
-    store_codes(codes_, x, usable);
     if (scale_ == nullptr) return;
     if constexpr (kRows) {
       ptx::st_u32(scale_, scale);
@@ -304,6 +334,19 @@ class Quantiser {
   }
 
  private:
+  static __device__ __forceinline__ Vec16 magnitudes(Vec16 v) {
+#pragma unroll
+    for (u32& word : v.w) word &= kElements == 8 ? 0x7fff7fffu : 0x7fffffffu;
+    return v;
+  }
+
+  // Unless `usable` all codes are 0.
+  __device__ __forceinline__ void put(Codes codes, bool usable) const {
+#pragma unroll
+    for (u32& word : codes.words) word = usable ? word : 0;
+    codes.store(codes_);
+  }
+
   GivenScale given_;
   Divisor by_given_ = Divisor(1.0f, true);
   float most_ = 0.0f;    // largest |weighted| of the block, or of the vector if the scale is given

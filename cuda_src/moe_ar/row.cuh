@@ -64,11 +64,17 @@ __device__ __forceinline__ void norm_row(const Params& p, RowReduction& reductio
   });
   // Not before: the other blocks of the cluster wait for what is published.
   each<kVectors>([&](int v) {
-    if (!kRowMax && has_group(v)) prepare(v);
+    if (kQuantises && !kRowMax && has_group(v)) prepare(v);
   });
   const RowTotals row = reduction.collect(groups);
   each<kVectors>([&](int v) {
-    if (has_group(v)) norm[v].store(p, place(v), column + v * step < columns, row);
+    const bool inside = column + v * step < columns;
+    if constexpr (kQuantises) {
+      if (has_group(v)) norm[v].store(p, place(v), inside, row);
+    } else if (inside) {
+      prepare(v);
+      norm[v].store(p, place(v), true, row);
+    }
   });
 }
 

@@ -23,7 +23,8 @@ MOE_AR_DEFINE_KERNEL(quotients, 1024, QuotientParams, p) {
       const Divisor divide(p.divisor[i], mild[way]);
       float q[4] = {x};
       divide(q);
-      out[way] = divide.usable() ? pack_e4m3x2(q[0], 0) | (pack_e2m1x4(q) & 15) << 8 : 0;
+      const float number[4] = {as_f32(as_u32(q[0]) & 0x7fffffffu)};
+      out[way] = divide.usable() ? pack_e4m3x2(q[0], 0) | pack_e2m1x4(number) << 8 : 0;
     }
     out[2] = as_u32(divide_by_448(magnitude));
     out[3] = ue8m0_code(magnitude);

@@ -288,8 +288,11 @@ inline float rsqrt_f32(float x) { return static_cast<float>(1.0 / std::sqrt(doub
 // 1 / x, for 2^-100 <= |x| <= 2^100.
 inline float reciprocal_f32(float x) { return 1.0f / x; }
 
-// The number, where one of both is a NaN.
-inline float min_f32(float a, float b) { return __builtin_fminf(a, b); }
+// fma_f32 into 0..1.
+inline float fma_sat_f32(float a, float b, float c) {
+  const float x = fma_f32(a, b, c);
+  return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f;
+}
 
 // |a| or |b|; a NaN, positive and above all numbers in its bits, where there is one.
 inline float max_magnitude_f32(float a, float b) {
@@ -299,6 +302,14 @@ inline float max_magnitude_f32(float a, float b) {
 
 // Into -most..most; a NaN stays one.
 inline float clamp_f32(float x, float most) { return x > most ? most : x < -most ? -most : x; }
+
+// Four of the eight bytes of a (0 to 3) and b (4 to 7), one for each nibble of `which`.
+inline u32 byte_perm(u32 a, u32 b, u32 which) {
+  const u64 bytes = u64{b} << 32 | a;
+  u32 r = 0;
+  for (u32 i = 0; i < 4; ++i) r |= static_cast<u32>(bytes >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return r;
+}
 
 inline float as_f32(u32 bits) { return std::bit_cast<float>(bits); }
 inline u32 as_u32(float x) { return std::bit_cast<u32>(x); }
@@ -362,12 +373,8 @@ inline u32 pack_e4m3x2(float low, float high) { return soft::e4m3(low) | soft::e
 // The value of the code in the low byte.
 inline float unpack_e4m3(u32 code) { return soft::e4m3_value(code & 0xff); }
 
-// Four codes, the first in the low half of the low byte.
-inline u32 pack_e2m1x4(const float* x) {
-  float usual[4];
-  for (int i = 0; i < 4; ++i) usual[i] = x[i] == x[i] ? x[i] : as_f32(0x7fffffffu);
-  return soft::e2m1x4(usual);
-}
+// Codes of four numbers that are not negative, the first in the low half of the low byte.
+inline u32 pack_e2m1x4(const float* x) { return soft::e2m1x4(x); }
 
 // ---- time ---------------------------------------------------------------------------------------
 
