@@ -15,6 +15,9 @@ constexpr bool kGathers = kProtocol != Protocol::kReduceScatter;  // totals go t
 // In a half a rank hears from the owner, or as owner, only. So that it still hears from every peer
 // in every launch, which is what two epochs rest on, a rank without tokens greets, or is greeted.
 constexpr bool kGreets = !(kSums && kGathers);
+// Without a gather, and with one peer, 72 registers do, and two blocks of 448 threads share an SM.
+constexpr int kRowsThreads =
+    kProducer == Producer::kDense && kWireVectors == 1 && kWorldSize == 2 ? 896 : kMaxBlockThreads;
 
 // What a cluster works on at a time: row `row` of the owner's share.
 struct Item {
@@ -34,7 +37,7 @@ class Deal {
         columns_(p.row_vectors),
         cluster_(at.cluster),
         clusters_(at.clusters),
-        turns_(at.clusters % kWorldSize == 0) {}
+        turns_(kWorldSize > 2 && at.clusters % kWorldSize == 0) {}
 
   // Rows of the longest share, greetings too.
   __device__ __forceinline__ int rows() const {
@@ -220,12 +223,11 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   worker.finish(reduction, item);
 }
 
-// A cluster has one item after the other. It sends items ahead of the one that it sums, and sums one
-// ahead of the one that it gathers: the link is busy while it waits.
+// A cluster has one item after the other. Those that it waits for it has sent a step before, and
+// again a step before: the link is busy while it waits.
 template <int kVectors>
 __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
-  constexpr int kSend = kAhead<kVectors>;  // steps from sending to summing
-  constexpr int kLast = kSums && kGathers ? kSend + 1 : kSend;  // to gathering
+  constexpr int kShots = kSums && kGathers ? 2 : 1;
   const Deal deal(p, at);
   Worker<kVectors> worker(p, at);
   RowReduction reduction = row_reduction(p, at);
@@ -233,32 +235,28 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
   Session session(p, slot_rows(deal));
 
-  Payload sent[kSend][kVectors] = {};
+  Payload ahead[kVectors] = {};
   const int steps = deal.steps();
-  for (int step = 0; step < steps + kLast; ++step) {
+  for (int step = 0; step < steps + kShots; ++step) {
     Payload own[kVectors];
-    each<kVectors>([&](int v) {
-      own[v] = sent[0][v];
-      if (kSend == 2) sent[0][v] = sent[kSend - 1][v];
-    });
+    each<kVectors>([&](int v) { own[v] = ahead[v]; });
     if (step < steps) {
       const Item next = deal.item(step);
-      worker.send(session, next, worker.template part<4>(next), sent[kSend - 1]);
+      worker.send(session, next, worker.template part<4>(next), ahead);
     }
     if (step == 0) {
       session.advance();
       clear_scale_padding(p);
       reduction.begin();
+      continue;
     }
-    if (step < kSend) continue;
-    if (const Item item = deal.item(step - kSend);
-        step < steps + kSend && item.owner == p.rank) {
+    if (const Item item = deal.item(step - 1); step <= steps && item.owner == p.rank) {
       worker.load(item);
       worker.sum(session, item, own);
       worker.finish(reduction, item);
     }
-    if (!kGathers || step < kLast) continue;
-    if (const Item item = deal.item(step - kLast); item.owner != p.rank) {
+    if (!kGathers || step < kShots) continue;
+    if (const Item item = deal.item(step - kShots); item.owner != p.rank) {
       worker.load(item);
       worker.gather(session, item);
       worker.finish(reduction, item);

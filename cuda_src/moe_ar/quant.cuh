@@ -39,66 +39,48 @@ struct GivenScaleOf<true> {
 
 using GivenScale = GivenScaleOf<kGivenScale>;
 
-// x / divisor for several x, rounded as one division is wherever that matters for a code. The
-// compiler's division takes turns with the next one; this does not.
-class Divisor {
- public:
-  // `mild`: every |x| to come is about 1024 times the divisor at most.
-  __device__ __forceinline__ Divisor(float divisor, bool mild) : divisor_(divisor) {
-    const u32 bits = ptx::as_u32(divisor) & 0x7fffffffu;
-    usable_ = (bits != 0) & (bits != soft::kInfinity);
-    // Else something that counts may overflow or be rounded twice, or a zero lose its sign.
-    plain_ = mild & (divisor >= 0x1p-90f) & (divisor <= 0x1p90f);
-    if (!plain_) {
-      const float magnitude = ptx::as_f32(bits);
-      const float shift = magnitude < 0x1p-90f ? 0x1p100f : magnitude > 0x1p90f ? 0x1p-100f : 1.0f;
-      shift_ = divisor < 0.0f ? -shift : shift;
-      divisor_ *= shift_;
-    }
-    inverse_ = ptx::reciprocal_f32(divisor_);
-  }
+// Division of several x by one divisor, rounded as one division is wherever that matters for a code.
+// The compiler's division takes turns with the next one; this does not. It is right where the divisor
+// is from kLeast to kMost and every |x| is at most about 1024 times as large: elsewhere something
+// overflows, is rounded twice, or a zero loses its sign.
+constexpr float kLeast = 0x1p-90f;
+constexpr float kMost = 0x1p90f;
 
-  // Without it all codes are 0.
-  __device__ __forceinline__ bool usable() const { return usable_; }
-
-  template <int kCount>
-  __device__ __forceinline__ void operator()(float (&x)[kCount]) const {
-    if (!plain_) {
+template <int kCount>
+__device__ __forceinline__ void divide(float (&x)[kCount], float divisor, float inverse) {
 #pragma unroll
-      for (float& value : x) value = ptx::clamp_f32(value * shift_, divisor_ * 1024.0f);
-    }
-#pragma unroll
-    for (float& value : x) {
-      const float q = value * inverse_;  // at most 1.5 units in the last place off
-      // One correction can leave it off by one unit, but not where that changes a code: see
-      // test_emulator.py, which has every case that could. With this sign of the remainder -0.0
-      // stays.
-      value = ptx::fma_f32(ptx::fma_f32(q, divisor_, -value), -inverse_, q);
-    }
+  for (float& value : x) {
+    const float q = value * inverse;  // at most 1.5 units in the last place off
+    // One correction can leave it off by one unit, but not where that changes a code: see
+    // test_emulator.py, which has every case that could. With this sign of the remainder -0.0 stays.
+    value = ptx::fma_f32(ptx::fma_f32(q, divisor, -value), -inverse, q);
   }
+}
 
- private:
-  bool usable_;
-  bool plain_;
-  float shift_ = 1.0f;
-  float divisor_;
-  float inverse_;
-};
+// Makes any x and divisor such as it takes, whose quotients have the same codes: a divisor that is 0
+// or infinite makes zeros.
+template <int kCount>
+__device__ __forceinline__ void tame(float (&x)[kCount], float& divisor) {
+  const float magnitude = ptx::as_f32(ptx::as_u32(divisor) & 0x7fffffffu);
+  const bool usable = magnitude != 0.0f && ptx::as_u32(magnitude) != soft::kInfinity;
+  float shift = magnitude < kLeast ? 0x1p100f : magnitude > kMost ? 0x1p-100f : 1.0f;
+  if (divisor < 0.0f) shift = -shift;
+  divisor = usable ? divisor * shift : 1.0f;
+#pragma unroll
+  for (float& value : x) value = usable ? ptx::clamp_f32(value * shift, divisor * 1024.0f) : 0.0f;
+}
 
-// x / 448.
+// x / 448, for x from 2^-90.
 __device__ __forceinline__ float divide_by_448(float x) {
   constexpr float kInverse = 1.0f / 448.0f;
-  if (x < 0x1p-90f) return x / 448.0f;
   const float q = x * kInverse;
   return ptx::fma_f32(ptx::fma_f32(q, -448.0f, x), kInverse, q);  // right for every fraction
 }
 
-// The UE8M0 code of most / 448, which is not negative: of the least power of two that is not below.
+// The UE8M0 code of most / 448, for most from 2^-100 and finite: of the least power of two that is
+// not below.
 __device__ __forceinline__ u32 ue8m0_code(float most) {
-  const u32 bits = ptx::as_u32(most);
-  if (bits > soft::kInfinity) return 0xff;
-  const u32 up = (bits + 0x1fffff) >> 23;  // 448 is 1.75 * 2^8
-  return ptx::max_u32(up, 8) - 8;
+  return ((ptx::as_u32(most) + 0x1fffff) >> 23) - 8;  // 448 is 1.75 * 2^8
 }
 
 // A nibble for each element, 8 where its sign is set.
@@ -116,36 +98,29 @@ __device__ __forceinline__ u32 sign_nibbles(const Vec16& v) {
   return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
 }
 
-// The codes of a vector, at most 8 bytes.
-struct Codes {
-  u32 words[2];
-
-  __device__ __forceinline__ void store(u8* to) const {
-    if constexpr (kCodeBytes == 8) {
-      ptx::st_v2(to, words[0], words[1]);
-    } else if constexpr (kCodeBytes == 4) {
-      ptx::st_u32(to, words[0]);
-    } else {
-      ptx::st_u16(to, static_cast<u16>(words[0]));
-    }
-  }
-};
-
-__device__ __forceinline__ Codes e4m3_codes(const float (&x)[kElements]) {
-  Codes codes = {};
+__device__ __forceinline__ void store_e4m3(u8* to, const float (&x)[kElements]) {
+  u32 words[2] = {};
 #pragma unroll
   for (int i = 0; i < kElements; i += 4) {
-    codes.words[i / 4] = ptx::pack_e4m3x2(x[i], x[i + 1]) | ptx::pack_e4m3x2(x[i + 2], x[i + 3]) << 16;
+    words[i / 4] = ptx::pack_e4m3x2(x[i], x[i + 1]) | ptx::pack_e4m3x2(x[i + 2], x[i + 3]) << 16;
   }
-  return codes;
+  if constexpr (kElements == 8) {
+    ptx::st_v2(to, words[0], words[1]);
+  } else {
+    ptx::st_u32(to, words[0]);
+  }
 }
 
 // `x` without their signs.
-__device__ __forceinline__ Codes e2m1_codes(const float (&x)[kElements], u32 signs) {
-  Codes codes = {{signs, 0}};
+__device__ __forceinline__ void store_e2m1(u8* to, const float (&x)[kElements], u32 signs) {
+  u32 codes = signs;
 #pragma unroll
-  for (int i = 0; i < kElements; i += 4) codes.words[0] |= ptx::pack_e2m1x4(x + i) << 4 * i;
-  return codes;
+  for (int i = 0; i < kElements; i += 4) codes |= ptx::pack_e2m1x4(x + i) << 4 * i;
+  if constexpr (kElements == 8) {
+    ptx::st_u32(to, codes);
+  } else {
+    ptx::st_u16(to, static_cast<u16>(codes));
+  }
 }
 
 // Where the scales of blocks lie: see codecs.py, scale_places.
@@ -253,7 +228,7 @@ __device__ __forceinline__ float largest_of_block(float most) {
 }
 
 // Makes quant_out and scale_out of a vector of the norm. Every lane of a warp, those outside of the
-// row too; they store nothing.
+// row too; they store nothing. Usual numbers take a way without a branch, others a detour.
 class Quantiser {
  public:
   // What can be done before the row's totals are there. `weighted` times the row's factor is the
@@ -262,11 +237,15 @@ class Quantiser {
                                           bool inside, const float (&weighted)[kElements],
                                           const GivenScale& given) {
     const u32 row = static_cast<u32>(token);
-    given_ = given;
     codes_ = static_cast<u8*>(p.quant_out) + offset / sizeof(Vec16) * kCodeBytes;
-    if constexpr (kFp4) by_given_ = Divisor(6.0f * given.scale(), false);
+    if constexpr (kGivenScale) {
+      given_ = given.scale();
+      divisor_ = kFp4 ? 6.0f * given_ : given_;
+      usual_ = divisor_ >= 0x1p-70f && divisor_ <= 0x1p70f;
+      inverse_ = ptx::reciprocal_f32(usual_ ? divisor_ : 1.0f);
+    }
     if constexpr (kQuant == Quant::kFp8PerToken) {
-      if (column == 0) scale_ = ptx::at(static_cast<u8*>(p.scale_out), row, 4);
+      if (inside && column == 0) scale_ = ptx::at(static_cast<u8*>(p.scale_out), row, 4);
     } else if constexpr (kQuant == Quant::kFp8Static) {
       most_ = largest_of(weighted);
     } else {
@@ -284,49 +263,28 @@ class Quantiser {
     float x[kElements];
     unpack<kDType>(kFp4 ? magnitudes(norm) : norm, x);
     if constexpr (kQuant == Quant::kFp8Static) {
-      if (!inside) return;
-      const Divisor divide(given_.scale(), most_ * factor <= given_.scale() * 1024.0f);
-      divide(x);
-      put(e4m3_codes(x), divide.usable());
+      float divisor = divisor_, inverse = inverse_;
+      if (!(usual_ && most_ * factor <= divisor * 1024.0f)) {
+        tame(x, divisor);
+        inverse = ptx::reciprocal_f32(divisor);
+      }
+      divide(x, divisor, inverse);
+      if (inside) store_e4m3(codes_, x);
       return;
     }
-    constexpr bool kRows = kQuant == Quant::kFp8PerToken;
     // Rounding keeps the order, so that this is the largest |norm| as rounded.
-    float most[kElements] = {(kRows ? row_most : most_) * factor};
+    float most[kElements] = {(kQuant == Quant::kFp8PerToken ? row_most : most_) * factor};
     unpack<kDType>(pack<kDType>(most), most);
-    // But of infinity times 0 and times more the former is the larger one.
-    if (!kRows && ptx::as_u32(factor) == soft::kInfinity) most[0] = largest_of_block(largest_of(x));
-    if (!inside) return;
-    const u32 bits = ptx::as_u32(most[0]) & 0x7fffffffu;
-    const float largest = ptx::as_f32(bits == soft::kInfinity ? soft::kInfinity - 1 : bits);
     u32 scale;
     if constexpr (kFp4) {
-      float quotient[1] = {largest};
-      by_given_(quotient);
-      if (!by_given_.usable()) quotient[0] = largest / (6.0f * given_.scale());
-      scale = bits == 0 ? 0 : ptx::pack_e4m3x2(quotient[0], 0.0f);
-      const float value = ptx::unpack_e4m3(scale);
-      const float divisor = value == 0.0f ? 0.0f : value * given_.scale();  // not negative, or NaN
-      const Divisor divide(divisor, ptx::as_f32(bits) <= divisor * 1024.0f);
-      divide(x);
-      Codes codes = e2m1_codes(x, sign_nibbles(norm));
-      if (divisor != divisor) codes.words[0] = 0x77777777u;
-      put(codes, divide.usable());
+      scale = fp4(x, sign_nibbles(norm), inside, most[0], factor);
     } else if (kQuant == Quant::kMxfp8 || (kGroups && p.flags & kScaleIsUe8m0)) {
-      scale = ue8m0_code(largest);
-      const float inverse = ptx::as_f32(scale == 0xff ? 0x7fffffffu : (254 - scale) << 23);
-#pragma unroll
-      for (float& value : x) value *= inverse;  // exact wherever that matters for a code
-      put(e4m3_codes(x), bits != 0);
+      scale = fp8_by_power(x, inside, most[0], factor);
     } else {
-      const float divisor = divide_by_448(largest);
-      scale = ptx::as_u32(divisor);
-      const Divisor divide(divisor, ptx::as_f32(bits) <= divisor * 1024.0f);
-      divide(x);
-      put(e4m3_codes(x), divide.usable());
+      scale = fp8(x, inside, most[0], factor);
     }
     if (scale_ == nullptr) return;
-    if constexpr (kRows) {
+    if constexpr (kQuant == Quant::kFp8PerToken) {
       ptx::st_u32(scale_, scale);
     } else {
       ScalePlaces(p).store(scale_, scale);
@@ -340,16 +298,79 @@ class Quantiser {
     return v;
   }
 
-  // Unless `usable` all codes are 0.
-  __device__ __forceinline__ void put(Codes codes, bool usable) const {
-#pragma unroll
-    for (u32& word : codes.words) word = usable ? word : 0;
-    codes.store(codes_);
+  // The largest |norm|, where it is not usual; finite, or NaN.
+  static __device__ __forceinline__ float unusual(const float (&x)[kElements], float most,
+                                                  float factor) {
+    // Of infinity times 0 and times more the former is the larger one.
+    if (kQuant != Quant::kFp8PerToken && ptx::as_u32(factor) == soft::kInfinity) {
+      most = largest_of_block(largest_of(x));
+    }
+    const u32 bits = ptx::as_u32(most) & 0x7fffffffu;
+    return ptx::as_f32(bits == soft::kInfinity ? soft::kInfinity - 1 : bits);
   }
 
-  GivenScale given_;
-  Divisor by_given_ = Divisor(1.0f, true);
-  float most_ = 0.0f;    // largest |weighted| of the block, or of the vector if the scale is given
+  __device__ __forceinline__ u32 fp8(float (&x)[kElements], bool inside, float most,
+                                     float factor) const {
+    float divisor = divide_by_448(most);
+    u32 scale = ptx::as_u32(divisor);
+    if (!(most >= 0x1p-80f && most <= kMost)) {
+      divisor = unusual(x, most, factor) / 448.0f;
+      scale = ptx::as_u32(divisor);
+      tame(x, divisor);
+    }
+    divide(x, divisor, ptx::reciprocal_f32(divisor));
+    if (inside) store_e4m3(codes_, x);
+    return scale;
+  }
+
+  __device__ __forceinline__ u32 fp8_by_power(float (&x)[kElements], bool inside, float most,
+                                              float factor) const {
+    u32 scale = ue8m0_code(most);
+    float inverse = ptx::as_f32((254 - scale) << 23);
+    if (!(most >= 0x1p-100f && most < ptx::as_f32(soft::kInfinity))) {
+      most = unusual(x, most, factor);
+      const bool number = most == most;
+      const float least = 1.75f * 0x1p-119f;  // 448 * 2^-127
+      scale = number ? ue8m0_code(most > least ? most : least) : 0xff;
+      inverse = ptx::as_f32(number ? (254 - scale) << 23 : 0x7fffffffu);
+#pragma unroll
+      for (float& value : x) value = most == 0.0f ? 0.0f : value;
+    }
+#pragma unroll
+    for (float& value : x) value *= inverse;  // exact wherever that matters for a code
+    if (inside) store_e4m3(codes_, x);
+    return scale;
+  }
+
+  __device__ __forceinline__ u32 fp4(float (&x)[kElements], u32 signs, bool inside, float most,
+                                     float factor) const {
+    float quotient[1] = {most};
+    divide(quotient, divisor_, inverse_);
+    u32 scale = ptx::pack_e4m3x2(quotient[0], 0.0f);
+    float divisor = ptx::unpack_e4m3(scale) * given_;
+    // Neither 0, nor so large that it saturates.
+    if (!(usual_ && most <= divisor_ * 1024.0f && scale - 1 < 0x7d)) {
+      most = unusual(x, most, factor);
+      scale = most == 0.0f ? 0 : ptx::pack_e4m3x2(most / divisor_, 0.0f);
+      const float value = ptx::unpack_e4m3(scale);
+      divisor = value == 0.0f ? 0.0f : value * given_;  // not negative, or NaN
+      const bool number = divisor == divisor;
+      if (!(number && divisor > 0.0f && ptx::as_u32(divisor) < soft::kInfinity)) signs = 0;
+#pragma unroll
+      for (float& value : x) value = number ? value : 6.0f;
+      divisor = number ? divisor : 1.0f;
+      tame(x, divisor);
+    }
+    divide(x, divisor, ptx::reciprocal_f32(divisor));
+    if (inside) store_e2m1(codes_, x, signs);
+    return scale;
+  }
+
+  float given_;          // scale of the launch
+  float divisor_;        // by the given scale
+  float inverse_;        // of the divisor
+  bool usual_;           // whether the divisor is
+  float most_ = 0.0f;    // largest |weighted| of the block; of the vector if the scale is given
   u8* codes_;            // where the vector's codes go
   u8* scale_ = nullptr;  // where this lane stores the block's scale
 };

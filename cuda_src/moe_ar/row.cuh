@@ -28,15 +28,6 @@ struct Placement {
   }
 };
 
-// Without a gather, and with one peer, 72 registers do, and two blocks of 448 threads share an SM.
-constexpr int kRowsThreads =
-    kProducer == Producer::kDense && kWireVectors == 1 && kWorldSize == 2 ? 896 : kMaxBlockThreads;
-
-// Items of a cluster that has one after the other, which it sends before it waits for the first: as
-// registers allow.
-template <int kVectors>
-inline constexpr int kAhead = kProducer == Producer::kDense && kVectors * kWireVectors == 1 ? 2 : 1;
-
 // Vectors that a thread polls together, as registers allow.
 template <int kVectors>
 inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;

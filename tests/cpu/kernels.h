@@ -65,7 +65,7 @@ struct QuotientParams {
   const float* x;
   const float* divisor;
   std::uint32_t* out;  // [count][4]: E4M3 code of x / divisor in the low byte, E2M1's of its
-                       // magnitude above; the same as for any x; |x| / 448; its UE8M0 code
+                       // magnitude above; the same the long way; |x| / 448; its UE8M0 code
   std::uint32_t count;
 };
 

@@ -17,14 +17,15 @@ MOE_AR_DEFINE_KERNEL(quotients, 1024, QuotientParams, p) {
   const u32 step = grid_blocks() * block_threads();
   for (u32 i = block_index() * block_threads() + thread_index(); i < p.count; i += step) {
     const float x = p.x[i], magnitude = as_f32(as_u32(x) & 0x7fffffffu);
-    const bool mild[2] = {magnitude <= p.divisor[i] * 1024.0f, false};
     u32* out = p.out + 4 * i;
     for (u32 way = 0; way < 2; ++way) {
-      const Divisor divide(p.divisor[i], mild[way]);
-      float q[4] = {x};
-      divide(q);
+      float q[1] = {x}, divisor = p.divisor[i];
+      if (way == 1 || !(divisor >= kLeast && divisor <= kMost && magnitude <= divisor * 1024.0f)) {
+        tame(q, divisor);
+      }
+      divide(q, divisor, reciprocal_f32(divisor));
       const float number[4] = {as_f32(as_u32(q[0]) & 0x7fffffffu)};
-      out[way] = divide.usable() ? pack_e4m3x2(q[0], 0) | pack_e2m1x4(number) << 8 : 0;
+      out[way] = pack_e4m3x2(q[0], 0) | pack_e2m1x4(number) << 8;
     }
     out[2] = as_u32(divide_by_448(magnitude));
     out[3] = ue8m0_code(magnitude);
