@@ -136,7 +136,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
       }
       ptx::warp_sync();
       if (kQuantises || p.norm_out != nullptr) {
-        publish_one(p, reduction, token, p.row_vectors, column, group - at.first_group, residual);
+        publish_one(p, reduction, p.row_vectors, column, group - at.first_group, residual);
       }
     }
     if (!kQuantises && p.norm_out == nullptr) continue;

@@ -472,7 +472,8 @@ def test_scales_of_maxima(launch, floats):
     """max / 448 as one division rounds it, and as a power of two that is not below."""
     maxima = np.abs(floats)
     fractions = np.arange(1 << 23, 1 << 24, 5, dtype=np.float32)
-    maxima = np.concatenate([maxima, fractions, 448 * np.ldexp(np.float32(1), np.arange(-100, 119))])
+    powers = 448 * np.ldexp(np.float32(1), np.arange(-100, 119))
+    maxima = np.concatenate([maxima, fractions, powers])
     with np.errstate(**QUIET):
         beside = [np.nextafter(maxima, np.float32(to)) for to in (0, np.inf)]
     maxima = np.concatenate([maxima, *beside])

@@ -81,20 +81,25 @@ struct Gamma : GivenScale {
 // waited for. Every lane of a warp, those outside of the row too, with zeros.
 class Norm {
  public:
-  __device__ __forceinline__ void prepare(const Params& p, int token, int column, u64 offset,
-                                          bool inside, const Vec16& residual, const Gamma& gamma) {
+  __device__ __forceinline__ void weigh(const Params& p, const Vec16& residual,
+                                        const Gamma& gamma) {
     float weight[kElements];
     unpack<kDType>(residual, weighted_);
     gamma.get(p, weight);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) weighted_[i] *= p.weight_bias + weight[i];
+  }
+
+  // What the vector adds to the row's largest magnitude, once it is weighed.
+  __device__ __forceinline__ u32 magnitude() const { return ptx::as_u32(largest_of(weighted_)); }
+
+  __device__ __forceinline__ void prepare(const Params& p, int token, int column, u64 offset,
+                                          bool inside, const Vec16& residual, const Gamma& gamma) {
+    weigh(p, residual, gamma);
     if constexpr (kQuantises) {
       quantiser_.prepare(p, token, column, offset, inside, weighted_, gamma);
     }
   }
-
-  // What the vector adds to the row's largest magnitude.
-  __device__ __forceinline__ u32 magnitude() const { return ptx::as_u32(largest_of(weighted_)); }
 
   __device__ __forceinline__ void store(const Params& p, u64 offset, bool inside,
                                         const RowTotals& row) const {

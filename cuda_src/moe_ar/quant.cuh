@@ -39,10 +39,10 @@ struct GivenScaleOf<true> {
 
 using GivenScale = GivenScaleOf<kGivenScale>;
 
-// Division of several x by one divisor, rounded as one division is wherever that matters for a code.
-// The compiler's division takes turns with the next one; this does not. It is right where the divisor
-// is from kLeast to kMost and every |x| is at most about 1024 times as large: elsewhere something
-// overflows, is rounded twice, or a zero loses its sign.
+// Division of several x by one divisor, rounded as one division is wherever that matters for a
+// code. The compiler's division takes turns with the next one; this does not. It is right where the
+// divisor is from kLeast to kMost and every |x| is at most about 1024 times as large: elsewhere
+// something overflows, is rounded twice, or a zero loses its sign.
 constexpr float kLeast = 0x1p-90f;
 constexpr float kMost = 0x1p90f;
 
@@ -52,13 +52,14 @@ __device__ __forceinline__ void divide(float (&x)[kCount], float divisor, float 
   for (float& value : x) {
     const float q = value * inverse;  // at most 1.5 units in the last place off
     // One correction can leave it off by one unit, but not where that changes a code: see
-    // test_emulator.py, which has every case that could. With this sign of the remainder -0.0 stays.
+    // test_emulator.py, which has every case that could. With this sign of the remainder -0.0
+    // stays.
     value = ptx::fma_f32(ptx::fma_f32(q, divisor, -value), -inverse, q);
   }
 }
 
-// Makes any x and divisor such as it takes, whose quotients have the same codes: a divisor that is 0
-// or infinite makes zeros.
+// Makes any x and divisor such as it takes, whose quotients have the same codes: a divisor that is
+// 0 or infinite makes zeros.
 template <int kCount>
 __device__ __forceinline__ void tame(float (&x)[kCount], float& divisor) {
   const float magnitude = ptx::as_f32(ptx::as_u32(divisor) & 0x7fffffffu);
@@ -193,7 +194,8 @@ __device__ __forceinline__ void clear_scale_padding(const Params& p) {
     u8* begin = static_cast<u8*>(p.scale_out);
     begin = ptx::at(begin, static_cast<u32>(p.token_num) / 128, tiles * 512);
     const u32 first = ptx::block_index() * ptx::block_threads() + ptx::thread_index();
-    // 16 bytes have four columns of the rows `row`, + 32, + 64 and + 96: a thread's always the same.
+    // 16 bytes have four columns of the rows `row`, + 32, + 64 and + 96: a thread's always the
+    // same.
     const u32 row = first % 32;
     const u32 taken = rows > row ? (rows - row + 31) / 32 : 0;
     for (u32 i = first; i < tiles * 32; i += ptx::grid_blocks() * ptx::block_threads()) {

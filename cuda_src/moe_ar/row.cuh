@@ -32,8 +32,15 @@ struct Placement {
 template <int kVectors>
 inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
 
+// Whether gamma is loaded, and all that can be made of the norm is, before the row's totals are
+// there: as registers allow.
+template <int kVectors>
+inline constexpr bool kGammaEarly = kRowMax || kVectors * kWireVectors <= 2;
+inline constexpr bool kNormEarly = kQuantises && kWireVectors == 1;
+
 // The norm of a row of `columns` vectors, of which a thread holds `column`, `column + step`...;
-// `offset` is the first one's in rows of T. Every thread of the cluster.
+// `offset` is the first one's in rows of T; gamma is loaded where kGammaEarly. Every thread of the
+// cluster.
 template <int kVectors>
 __device__ __forceinline__ void norm_row(const Params& p, RowReduction& reduction, int token,
                                          int columns, int column, int step, u64 offset,
@@ -45,42 +52,48 @@ __device__ __forceinline__ void norm_row(const Params& p, RowReduction& reductio
   Norm norm[kVectors];
   const auto prepare = [&](int v) {
     const int own = column + v * step;
-    norm[v].prepare(p, token, own, place(v), own < columns, residual[v], gamma[v]);
+    Gamma late = {};
+    if (!kGammaEarly<kVectors> && own < columns) late.load(p, own);
+    norm[v].prepare(p, token, own, place(v), own < columns, residual[v],
+                    kGammaEarly<kVectors> ? gamma[v] : late);
   };
   ptx::warp_sync();
   each<kVectors>([&](int v) {
     if (!has_group(v)) return;
-    if constexpr (kRowMax) prepare(v);
-    reduction.publish(v * step / 32, {square_sum(residual[v]), kRowMax ? norm[v].magnitude() : 0});
+    RowTotals own = {square_sum(residual[v]), 0};
+    if constexpr (kRowMax) {
+      norm[v].weigh(p, residual[v], gamma[v]);
+      own.magnitude = norm[v].magnitude();
+    }
+    reduction.publish(v * step / 32, own);
   });
   // Not before: the other blocks of the cluster wait for what is published.
   each<kVectors>([&](int v) {
-    if (kQuantises && !kRowMax && has_group(v)) prepare(v);
+    if (kNormEarly && has_group(v)) prepare(v);
   });
   const RowTotals row = reduction.collect(groups);
   each<kVectors>([&](int v) {
     const bool inside = column + v * step < columns;
-    if constexpr (kQuantises) {
-      if (has_group(v)) norm[v].store(p, place(v), inside, row);
-    } else if (inside) {
-      prepare(v);
-      norm[v].store(p, place(v), true, row);
-    }
+    if (kQuantises ? !has_group(v) : !inside) return;
+    if constexpr (!kNormEarly) prepare(v);
+    norm[v].store(p, place(v), inside, row);
   });
 }
 
 // The same where a thread holds any number of vectors, one at a time: first all of them are
 // published, then all are stored. Whole warps.
 __device__ __forceinline__ void publish_one(const Params& p, const RowReduction& reduction,
-                                            int token, int columns, int column, int step,
+                                            int columns, int column, int step,
                                             const Vec16& residual) {
-  Norm norm;
+  RowTotals own = {square_sum(residual), 0};
   if constexpr (kRowMax) {
+    Norm norm;
     Gamma gamma = {};
     if (column < columns) gamma.load(p, column);
-    norm.prepare(p, token, column, 0, column < columns, residual, gamma);
+    norm.weigh(p, residual, gamma);
+    own.magnitude = norm.magnitude();
   }
-  reduction.publish(step, {square_sum(residual), kRowMax ? norm.magnitude() : 0});
+  reduction.publish(step, own);
 }
 
 __device__ __forceinline__ void store_one(const Params& p, int token, int columns, int column,

@@ -307,7 +307,8 @@ inline float clamp_f32(float x, float most) { return x > most ? most : x < -most
 inline u32 byte_perm(u32 a, u32 b, u32 which) {
   const u64 bytes = u64{b} << 32 | a;
   u32 r = 0;
-  for (u32 i = 0; i < 4; ++i) r |= static_cast<u32>(bytes >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  for (u32 i = 0; i < 4; ++i)
+    r |= static_cast<u32>(bytes >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return r;
 }
 
