@@ -357,7 +357,7 @@ def raw(output: Any) -> Any:
 
 @each_world(1)
 def test_quantised_patterns_compile(ranks: Ranks) -> None:
-    case = dense_case(1, TOKENS, ROW)
+    case = dense_case(ranks.size, TOKENS, ROW)
 
     @on_ranks(ranks)
     def body(rank: Rank) -> None:
