@@ -362,8 +362,8 @@ def _read_cuda_array_interface(obj: Any, interface: Any) -> ArrayView:
     if mask is not None:
         raise ValueError(f"{what} has a mask; masked arrays are not supported")
     ptr, readonly, source = int(address or 0), bool(readonly), "cuda_array_interface"
-    device = _cuda_ordinal(obj, ptr)
     dtype, itemsize, name = _element(element_type, element_type.itemsize)
+    device = _cuda_ordinal(obj, ptr)
     return ArrayView(ptr, shape, strides, dtype, device, readonly, source, itemsize, name)
 
 

@@ -159,6 +159,10 @@ class CpuBackend:
         while self._order.triggered <= config.number and not self._overlapping[-1].done():
             time.sleep(20e-6)
 
+    def stream_fault(self, stream: int) -> str | None:
+        """Nothing is wrong with any stream."""
+        return None
+
     def capturing(self, stream: int) -> bool:
         """There are no streams."""
         return False

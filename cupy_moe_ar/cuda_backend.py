@@ -22,6 +22,7 @@ from .launch import (
     occupancy,
     on_device,
     runs_under_mps,
+    stream_device,
     version_problem,
 )
 from .plan import KernelLimits, LaunchShape, RowPlan, all_shapes
@@ -31,6 +32,7 @@ from .symmetric import CudaSlab, SymmetricMemory
 __all__ = ["CudaBackend", "backend_of", "choose_device", "device_count", "place_on"]
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_DEFAULT_STREAMS = (0, 1, 2)  # legacy, legacy by its name, per thread: of any device
 _log = logging.getLogger(__name__)
 
 
@@ -248,6 +250,15 @@ class CudaBackend:
     def capturing(self, stream: int) -> bool:
         """Whether what is launched on a stream is captured in a CUDA graph."""
         return is_capturing(stream)
+
+    def stream_fault(self, stream: int) -> str | None:
+        """Say why launches cannot go to a stream."""
+        if stream in _DEFAULT_STREAMS:
+            return None
+        device = stream_device(stream)
+        if device == self.device:
+            return None
+        return f"stream must belong to cuda:{self.device}; got one of cuda:{device}"
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Copy device memory to the host; waits for the device."""

@@ -34,6 +34,7 @@ __all__ = [
     "occupancy",
     "on_device",
     "runs_under_mps",
+    "stream_device",
     "version_problem",
 ]
 
@@ -260,6 +261,17 @@ def is_capturing(stream: int) -> bool:
     driver = _driver()
     capture = driver.cuStreamIsCapturing(driver.CUstream(stream))
     return int(_check(capture, "asking whether a stream is being captured")) != 0
+
+
+def stream_device(stream: int) -> int:
+    """Return the ordinal of the device that a stream (a CUstream handle) belongs to."""
+    driver = _driver()
+    context = _check(driver.cuStreamGetCtx(driver.CUstream(stream)), "asking for a stream's device")
+    _check(driver.cuCtxPushCurrent(context), "entering a stream's context")
+    try:
+        return int(_check(driver.cuCtxGetDevice(), "asking for a stream's device"))
+    finally:
+        _check(driver.cuCtxPopCurrent(), "leaving a stream's context")
 
 
 def version_problem(nvrtc: tuple[int, int], driver: tuple[int, int]) -> str | None:

@@ -49,6 +49,7 @@ class Launch:
         """Launch on a stream.
 
         Raises:
+            ArgumentError: The stream belongs to another device.
             WorkspaceError: The workspace is closed, prepared for a checkpoint or bound to another
                 stream.
             PeerTimeoutError: An earlier launch gave up waiting for a peer.
@@ -699,6 +700,9 @@ class Workspace:
 
     def _use_stream(self, stream: int) -> None:
         """Bind to a stream other than the bound one, or raise."""
+        fault = self._backend.stream_fault(stream)
+        if fault:
+            raise ArgumentError("a launch", [fault])
         if self._backend.capturing(stream):
             return
         if self._stream is not None:

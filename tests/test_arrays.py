@@ -1009,8 +1009,8 @@ def test_an_operation_on_arrays_of(library: str, monkeypatch: pytest.MonkeyPatch
     cupy = pytest.importorskip("cupy")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     host = inputs() | outputs()
-    stream: Any = cupy.cuda.Stream(non_blocking=True)
     with cupy.cuda.Device(0), alone(backend="cuda", device=0) as workspace:
+        stream: Any = cupy.cuda.Stream(non_blocking=True)
         on_gpu = {name: cupy.asarray(array) for name, array in host.items()}
         cupy.cuda.Device(0).synchronize()
         given: dict[str, Any] = dict(on_gpu)

@@ -77,6 +77,13 @@ def test_other_capabilities_are_refused_with_a_list(capability: tuple[int, int])
         arch_for(*capability)
 
 
+def test_the_device_of_a_stream_is_asked_in_its_context(driver: FakeDriver):
+    assert launch_module.stream_device(0xA) == 7
+    names = [name for name, *_ in driver.calls]
+    assert names == ["cuStreamGetCtx", "cuCtxPushCurrent", "cuCtxGetDevice", "cuCtxPopCurrent"]
+    assert driver.calls[1][1] == 7
+
+
 def test_plain_launch_has_no_attributes(driver: FakeDriver):
     config = KernelLaunch(KERNEL, 6, 256, shared_bytes=1024).config
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (6, 1, 1)

@@ -62,6 +62,7 @@ def held() -> tuple[Any, ...]:
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself
             descriptors[os.readlink(entry)] += 1
+    descriptors.pop(f"/proc/{os.getpid()}/fd", None)  # that of another thread's listing
     return descriptors, threading.active_count(), sorted(mapped()), named()
 
 

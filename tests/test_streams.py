@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 from cases import Case, Rank, Ranks, check_bits, each_world, random_case
 
-from cupy_moe_ar import Workspace, WorkspaceError, moe_finalize_allreduce_fusion
+from cupy_moe_ar import (
+    ArgumentError,
+    Workspace,
+    WorkspaceError,
+    allreduce_fusion,
+    moe_finalize_allreduce_fusion,
+)
 from cupy_moe_ar.cpu_backend import CpuBackend
+from cupy_moe_ar.cuda_backend import device_count
 from cupy_moe_ar.group import ThreadGroup
 from cupy_moe_ar.workspace import Launch
 
@@ -42,6 +49,37 @@ def test_another_stream_is_refused(workspace: Workspace) -> None:
     with pytest.raises(WorkspaceError, match="bound to stream 0xb"):
         first.run(0xA)
     assert streams == [0xA] * 3 + [0xB]
+
+
+def test_a_stream_of_another_device_is_refused(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = "stream must belong to cuda:0; got one of cuda:1"
+    monkeypatch.setattr(CpuBackend, "stream_fault", lambda self, s: fault if s == 0xF else None)
+    streams: list[int] = []
+    launch = Launch(workspace, streams.append)
+    with pytest.raises(ArgumentError, match=fault):
+        launch.run(0xF)
+    launch.run(0xA)
+    assert streams == [0xA]
+
+
+@pytest.mark.gpu
+def test_a_real_stream_of_another_device_is_refused() -> None:
+    cupy = pytest.importorskip("cupy")
+    if device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    (group,) = ThreadGroup.create(1)
+    options: dict[str, Any] = {"max_token_num": 1, "hidden_dim": 64, "dtype": "float16"}
+    with cupy.cuda.Device(1):
+        theirs = cupy.cuda.Stream(non_blocking=True)
+    with cupy.cuda.Device(0), Workspace(group, backend="cuda", device=0, **options) as workspace:
+        x, out = cupy.ones((2, 1, 64), cupy.float16)
+        call = {"workspace": workspace, "allreduce_in": x, "allreduce_out": out}
+        for stream in (theirs, theirs.ptr):
+            with pytest.raises(ArgumentError, match=r"belong to cuda:0; got .* cuda:1"):
+                allreduce_fusion(**call, stream=stream)
+        allreduce_fusion(**call, stream=cupy.cuda.Stream(non_blocking=True))
 
 
 def test_the_legacy_default_stream_is_a_stream(workspace: Workspace) -> None:
