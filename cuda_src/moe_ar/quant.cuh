@@ -194,19 +194,20 @@ __device__ __forceinline__ void clear_scale_padding(const Params& p) {
     u8* begin = static_cast<u8*>(p.scale_out);
     begin = ptx::at(begin, static_cast<u32>(p.token_num) / 128, tiles * 512);
     const u32 first = ptx::block_index() * ptx::block_threads() + ptx::thread_index();
+    const u32 threads = ptx::grid_blocks() * ptx::block_threads();
     // 16 bytes have four columns of the rows `row`, + 32, + 64 and + 96: a thread's always the
     // same.
     const u32 row = first % 32;
     const u32 taken = rows > row ? (rows - row + 31) / 32 : 0;
-    for (u32 i = first; i < tiles * 32; i += ptx::grid_blocks() * ptx::block_threads()) {
+    const bool store[4] = {taken == 0, taken == 1, taken - 1 < 2, taken - 1 < 3};
+    // Without branches, so that a thread's stores do not wait for each other's addresses.
+#pragma unroll 4
+    for (u32 i = first; i < tiles * 32; i += threads) {
       u8* to = begin + i * sizeof(Vec16);
-      if (taken == 0) {
-        ptx::st_v4(to, Vec16{});
-        continue;
-      }
-      if (taken <= 1) ptx::st_u32(to + 4, 0);
-      if (taken <= 2) ptx::st_u32(to + 8, 0);
-      if (taken <= 3) ptx::st_u32(to + 12, 0);
+      if (store[0]) ptx::st_v4(to, Vec16{});
+      if (store[1]) ptx::st_u32(to + 4, 0);
+      if (store[2]) ptx::st_u32(to + 8, 0);
+      if (store[3]) ptx::st_u32(to + 12, 0);
     }
   }
 }
