@@ -3,6 +3,8 @@
     python scripts/stress.py --ranks 3 --seconds 60
     python scripts/stress.py --ranks 3 --kill 1
     mpirun -n 4 python scripts/stress.py --launches 2000
+    python scripts/stress.py --ranks 2 --record skew.json      adds how late ranks were to the file
+    python scripts/stress.py --plot skew.json skew.png         draws that, and runs nothing
 
 Shapes, operations, dtypes, options and launch shapes are random, and ranks come late at random.
 Payloads are small integers that depend on the launch's number, so that sums are exact and a stale
@@ -23,6 +25,7 @@ The last line is `N passed, N failed`. Exit status 0: none failed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import signal
@@ -31,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import _checkout  # noqa: F401
@@ -111,10 +115,14 @@ class Result:
     Attributes:
         launches: Number that it made.
         failures: What was wrong, by number of the launch; -1 is for what is no launch.
+        late_s: Seconds that it came late to each launch, or to the first of those queued with it.
+        backend: Where it ran.
     """
 
     launches: int = 0
     failures: dict[int, str] = field(default_factory=dict)
+    late_s: list[float] = field(default_factory=list)
+    backend: str = ""
 
 
 # ---- one launch ----------------------------------------------------------------------------------
@@ -388,6 +396,7 @@ class Stress:
         options = self.options
         with self._workspace() as workspace:
             rank = Rank(self.group, workspace)
+            self.result.backend = workspace.backend
             self.begin = time.monotonic()
             if options.kill is not None:
                 self._until_killed(rank, workspace)
@@ -400,6 +409,7 @@ class Stress:
                 go_on = go_on and not self.result.failures
                 if not all(self.group.allgather(go_on)):
                     break
+            self._say("calls")
             if rank.on_gpu and all(self.group.allgather(not self.result.failures)):
                 self._on_gpu(rank, workspace)
             self.group.barrier()
@@ -413,8 +423,15 @@ class Stress:
             for _ in range(replays):
                 if not self._replay(rank, workspace, graph, trials):
                     return
+            self._say(f"{replays} replays of a graph of {launches}")
         if self.options.repeats and all(self.group.allgather(not self.result.failures)):
             self._repeat(rank, workspace)
+            self._say("queued")
+
+    def _say(self, what: str) -> None:
+        if self.group.Get_rank() == 0:
+            seconds = time.monotonic() - self.begin
+            print(f"{what}: {self.number} launches after {seconds:.0f} s", flush=True)
 
     def _workspace(self) -> Workspace:
         options = self.options
@@ -461,7 +478,7 @@ class Stress:
             rank.synchronize()
             try:
                 for trial in trials:
-                    self._delay(rank, workspace, trial.number)
+                    self.result.late_s.append(self._delay(rank, workspace, trial.number))
                     trial.launch()
                 workspace._backend.synchronize()
                 workspace.check()
@@ -480,11 +497,13 @@ class Stress:
         self.number += len(trials)
         self.result.launches = self.number
 
-    def _delay(self, rank: Rank, workspace: Workspace, number: int) -> None:
-        """Come late at times; on the CPU backend, run threads in another order."""
+    def _delay(self, rank: Rank, workspace: Workspace, number: int) -> float:
+        """Come late at times, by the returned seconds; on the CPU backend, reorder threads."""
         rng = self.options.generator(3, number, rank.index)
+        begin = time.monotonic()
         if rng.random() < 0.1:
             time.sleep(rng.random() * float(rng.choice([1e-3, 1e-3, 20e-3])))
+        late = time.monotonic() - begin
         backend = workspace._backend
         if isinstance(backend, CpuBackend):
             backend.seed = int(rng.integers(1, 2**31))
@@ -494,14 +513,14 @@ class Stress:
             workspace._params.delays = int(rng.integers(32)) | int(rng.choice([5, 20, 200])) << 8
         else:
             workspace._params.delays = 0
+        return late
 
     def _capture(
         self, rank: Rank, workspace: Workspace, launches: int
     ) -> tuple[Any, Sequence[Trial]]:
         """Capture launches in a CUDA graph."""
-        sizes = SMALL if launches == 1 else self.sizes
         trials = [
-            Trial(rank, workspace, self.options, Spec.draw(self.options, sizes, 0, index))
+            Trial(rank, workspace, self.options, Spec.draw(self.options, SMALL, 0, index))
             for index in range(launches)
         ]
         for index, trial in enumerate(trials):
@@ -524,7 +543,8 @@ class Stress:
         """Replay with new data and check them; return whether the workspace is whole."""
         for number, trial in enumerate(trials, self.number):
             trial.load(number)
-        self._delay(rank, workspace, self.number)
+        late = self._delay(rank, workspace, self.number)
+        self.result.late_s += [late] * len(trials)
         graph.launch(rank.stream)
         workspace._backend.synchronize()
         try:
@@ -551,6 +571,7 @@ class Stress:
             rank.meet()
             trial.launch()
         rank.meet()
+        self.result.late_s += [0.0] * len(trials)
         self._judge(trials)
         if not all(self.group.allgather(not self.result.failures)):
             return
@@ -562,9 +583,10 @@ class Stress:
         for launch, index in enumerate(order):
             if launch % QUEUED == 0:
                 rank.synchronize()
-                self._delay(rank, workspace, self.number + launch)
+                late = self._delay(rank, workspace, self.number + launch)
                 if workspace._backend.record.valid:
                     break
+            self.result.late_s.append(late)
             trials[index].launch()
             comparison.check(launch, trials[index])
         rank.synchronize()
@@ -619,6 +641,48 @@ def stress(group: Any, options: Options) -> Result:
     return Stress(group, options).run()
 
 
+# ---- how late ranks were -------------------------------------------------------------------------
+
+EDGES_S = (0.0, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+
+
+def record(results: Sequence[Result], file: Path) -> None:
+    """Add to a file how many launches ranks entered how far apart."""
+    rows = json.loads(file.read_text()) if file.exists() else []
+    late = np.array([result.late_s for result in results])
+    apart = np.clip(late.max(axis=0) - late.min(axis=0), 0, EDGES_S[-1])
+    counts, _ = np.histogram(apart, EDGES_S)
+    wrong = len({number for result in results for number in result.failures})
+    row = {"world": len(results), "backend": results[0].backend, "wrong": wrong}
+    row |= {"apart_s": EDGES_S, "launches": counts.tolist()}
+    file.write_text("[\n" + ",\n".join(map(json.dumps, [*rows, row])) + "\n]\n")
+
+
+def plot(rows: Sequence[dict[str, Any]], png: Path) -> None:
+    """Draw launches over how far apart ranks entered them."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    width = 0.8 / len(rows)
+    for index, row in enumerate(rows):
+        where = np.arange(len(row["launches"])) + (index - (len(rows) - 1) / 2) * width
+        told = f"{row['world']} ranks, {row['backend']}: {sum(row['launches']):,} launches"
+        axis.bar(where, row["launches"], width, label=f"{told}, {row['wrong']} wrong")
+    edges = [f"{1e3 * x:g}" for x in rows[0]["apart_s"]]
+    axis.set_xticks(range(len(edges) - 1), map("{} to {}".format, edges, edges[1:]))
+    axis.set_yscale("log")
+    axis.set_xlabel("ms between the first and the last rank's coming")
+    axis.set_ylabel("launches")
+    axis.grid(True, axis="y", alpha=0.3)
+    axis.legend(fontsize=8)
+    axis.set_title("Launches under skew", fontsize=10)
+    figure.savefig(png, dpi=130)
+    pyplot.close(figure)
+
+
 # ---- all ranks -----------------------------------------------------------------------------------
 
 
@@ -657,6 +721,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--delays", action="store_true", help="also inside the kernels")
     parser.add_argument("--operations", nargs="+", choices=FUNCTIONS, default=list(FUNCTIONS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--record", type=Path, metavar="JSON", help="only with --ranks")
+    parser.add_argument("--plot", type=Path, nargs=2, metavar=("JSON", "PNG"))
     return parser
 
 
@@ -664,6 +730,11 @@ def main() -> None:
     """Run the script."""
     parser = arguments()
     given = parse(parser)
+    if given.plot:
+        plot(json.loads(given.plot[0].read_text()), given.plot[1])
+        return
+    if given.record and not given.ranks:
+        parser.error("--record takes --ranks")
     if given.kill is not None and not 0 <= given.kill < (given.ranks or 0):
         parser.error("--kill must name one of the ranks that --ranks starts")
     if given.delays:
@@ -693,7 +764,12 @@ def main() -> None:
             results.append(f"was to be killed, but: {outcome.error}, {outcome.exitcode}")
         else:
             results.append(Result())
-    sys.exit(judge(results))
+    status = judge(results)
+    whole = [result for result in results if isinstance(result, Result)]
+    lengths = {len(result.late_s) for result in whole}
+    if given.record and given.kill is None and len(whole) == given.ranks and len(lengths) == 1:
+        record(whole, given.record)
+    sys.exit(status)
 
 
 def _on_mpi(group: Any, options: Options) -> int:

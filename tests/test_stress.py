@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +43,19 @@ def test_spawned_ranks(size: int) -> None:
     done = run(*SCRIPT, *FEW, "--ranks", size, "--launches", 100, **CPU)
     assert done.stdout.startswith(f"seed 3, {size} ranks\n")
     assert last_line(done) == (100, 0)
+
+
+def test_skew_is_recorded_and_drawn(tmp_path: Path) -> None:
+    file, png = tmp_path / "skew.json", tmp_path / "skew.png"
+    for launches in (30, 20):
+        run(*SCRIPT, *FEW, "--ranks", 2, "--launches", launches, "--record", file, **CPU)
+    rows = json.loads(file.read_text())
+    assert [sum(row["launches"]) for row in rows] == [30, 20]
+    assert all(sum(row["launches"][1:]) > 0 for row in rows)  # some came late
+    assert {(row["world"], row["backend"], row["wrong"]) for row in rows} == {(2, "cpu", 0)}
+    pytest.importorskip("matplotlib")
+    run(*SCRIPT, "--plot", file, png)
+    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_killed_rank() -> None:
