@@ -31,6 +31,7 @@ import _workload  # noqa: E402
 import bench  # noqa: E402
 import demo  # noqa: E402
 import moe_layer  # noqa: E402
+import sweep  # noqa: E402
 
 BF16 = DType.BFLOAT16
 SMALL = ("--hidden", "512", "--tokens", "1", "3")
@@ -322,6 +323,46 @@ def test_bench_measures_quantised_outputs_beside_plain_ones(tmp_path: Path) -> N
         if row["quant"] is not None:
             assert row["quant_exact"]
             assert row["us_over_plain"] == pytest.approx(row["us"] / row["plain_us"], rel=1e-3)
+
+
+def test_cliffs_are_told_with_the_counts_they_rest_on() -> None:
+    smooth = {tokens: 3 + 0.05 * tokens for tokens in range(1, 41)}
+    assert sweep.cliffs(smooth) == {}
+    found = sweep.cliffs(smooth | {20: 5.5})
+    assert set(found.values()) == {(19, 20), (20, 21)}
+    assert "20 tokens take 5.50 us, 21 take 4.05" in found
+    assert (10, 20) in sweep.cliffs(smooth | dict.fromkeys(range(20, 41), 8.0)).values()
+
+
+def test_a_sweep_times_doubtful_counts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def time_us(self: sweep.Sweep, tokens: int) -> float:
+        timed.append(tokens)
+        return 9.0 if tokens == 4 and timed.count(4) == 1 else 3 + 0.05 * tokens
+
+    monkeypatch.setattr(sweep.Sweep, "time_us", time_us)
+    one = sweep.Sweep.__new__(sweep.Sweep)
+    one.options = argparse.Namespace(most=10)
+    row = one.run()
+    assert (row["cliffs"], row["us"][3]) == ([], 3.2)
+    assert timed[10:] == row["timed_again"] == [2, 3, 4, 5]
+
+
+def test_sweep(tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    command = (sys.executable, SCRIPTS / "sweep.py", out, "--in-process", "2", "--most", "3",
+               "--hidden", "64", "256", "--replays", "1")  # fmt: skip
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=150,
+        capture_output=True,
+        check=False,
+    )
+    rows = json.loads(out.read_text())
+    assert [(row["hidden"], len(row["us"])) for row in rows] == [(64, 3), (256, 3)]
+    assert (done.returncode == 0) == (not any(row["cliffs"] for row in rows))
 
 
 def test_accuracy_compares_with_16_bit_accumulation(tmp_path: Path) -> None:
