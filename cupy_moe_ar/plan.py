@@ -29,6 +29,7 @@ KERNELS = ("row", "row2", "rows", "rows2", "long")
 _WARP = 32
 _SPREAD = 1.4  # times the rows that are resident together
 _SECOND_WAIT_S = 0.8e-6
+_GATHER_CROSSOVER = 10_000_000  # bytes, about 700 tokens of 7168
 _STORE_BYTES_PER_S = 365e9  # NVLink 4 of an H200, measured
 
 
@@ -78,10 +79,11 @@ def crossover_bytes(world_size: int) -> int:
     """Return the payload (tokens x hidden_dim x wire item) up to which one-shot is chosen unasked.
 
     One-shot sends it to every peer. Two-shot sends `1 / world_size` of it to every peer, twice, and
-    waits for the link a second time, which takes 0.8 us more at 1 token on two H200s. Two ranks
-    send as much in either way, and one-shot was the faster at every size (27.1 against 28.4 us at
-    512 tokens of 7168). For more it is a model, not measured yet: that one-shot is the slower once
-    the bytes that it sends beyond two-shot's take longer than that.
+    waits for the link a second time, which takes 0.9 us more at 1 token on two H200s. Two ranks
+    send as much in either way, and two-shot of dense rows is never the faster (25.7 against 25.5 us
+    at 512 tokens of 7168, 88.6 against 88.5 at 2048). For more it is a model, not measured yet:
+    that one-shot is the slower once the bytes that it sends beyond two-shot's take longer than
+    that.
     """
     spared = (world_size - 1) * (world_size - 2)  # payloads, x world_size
     if spared <= 0:
@@ -89,9 +91,19 @@ def crossover_bytes(world_size: int) -> int:
     return int(_SECOND_WAIT_S * _STORE_BYTES_PER_S * world_size / spared)
 
 
-def choose_oneshot(payload_bytes: int, world_size: int, oneshot_bytes: int) -> bool:
-    """Whether one-shot, which takes `oneshot_bytes` at most, serves a call; else two-shot does."""
-    return payload_bytes <= min(oneshot_bytes, crossover_bytes(world_size))
+def choose_oneshot(
+    payload_bytes: int, world_size: int, oneshot_bytes: int, *, gathers: bool = False
+) -> bool:
+    """Whether one-shot, which takes `oneshot_bytes` at most, serves a call; else two-shot does.
+
+    `gathers`: the rows are gathered first. With two ranks two-shot then is the faster where they
+    are many, since half of them are sent on while others are gathered: 61.9 against 64.6 us at 1024
+    tokens of 7168, 118.5 against 122.7 at 2048, but 32.8 against 31.9 at 512.
+    """
+    bound = crossover_bytes(world_size)
+    if gathers and world_size == 2:
+        bound = _GATHER_CROSSOVER
+    return payload_bytes <= min(oneshot_bytes, bound)
 
 
 def share_of(rank: int, world_size: int, token_num: int) -> range:
@@ -140,8 +152,8 @@ def plan_rows(
 ) -> RowPlan:
     """Choose the launch for `token_num` rows; `shape` forces one of `launch_shapes`.
 
-    Where tokens have owners, a cluster's tokens take the owners in turn as long as the number of
-    clusters is a multiple of theirs. In the halves of two-shot ranks without a token have an item
+    Where tokens have owners, a cluster's tokens may take the owners in turn as long as the number
+    of clusters is a multiple of theirs. In the halves of two-shot ranks without a token have an item
     to greet by. `dense` is for operations that gather nothing.
 
     Raises:
@@ -181,7 +193,7 @@ def _choose(
     rows more than are resident leave most threads without a second row, and smaller pieces even
     that out: 8 CTAs, a vector a thread 11.0 / 12.1 / 13.8 / 16.2 at 140 / 156 / 176 / 200 tokens,
     2 CTAs, two vectors 12.3 / 13.5 / 14.5 / 15.9. Dense rows need no hiding: at 512 tokens 25.2
-    against 27.2 in one-shot, 27.2 against 28.1 in two-shot.
+    against 27.2 in one-shot, 25.6 against 28.5 in two-shot.
     """
 
     def first(kernel: str, blocks: int) -> LaunchShape | None:

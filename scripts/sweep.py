@@ -45,7 +45,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def cliffs(us: dict[int, float]) -> dict[str, tuple[int, ...]]:
+def cliffs(us: dict[int, float]) -> dict[str, tuple[int, int]]:
     """Say where times over token counts jump or fall, and which counts that rests on."""
     found = {}
     fastest = max(us)  # of the larger counts

@@ -194,7 +194,7 @@ def test_owners_take_turns_in_a_cluster() -> None:
 
 
 def test_crossover() -> None:
-    """Two ranks never gain by two-shot; more do the earlier the more there are."""
+    """Two ranks gain by two-shot if they gather many rows; more do the earlier the more there are."""
     for size in (1, 2):
         assert choose_oneshot(1 << 40, size, 1 << 41)
     bounds = [crossover_bytes(size) for size in range(3, 17)]
@@ -205,3 +205,8 @@ def test_crossover() -> None:
         assert choose_oneshot(bound, size, 1 << 41)
         assert not choose_oneshot(crossover_bytes(size) + 1, size, 1 << 63)
         assert not choose_oneshot(16, size, 0)
+    assert choose_oneshot(512 * 14336, 2, 1 << 41, gathers=True)
+    assert not choose_oneshot(1024 * 14336, 2, 1 << 41, gathers=True)
+    assert not choose_oneshot(16, 2, 0, gathers=True)
+    assert choose_oneshot(1 << 40, 1, 1 << 41, gathers=True)
+    assert not choose_oneshot(crossover_bytes(8) + 1, 8, 1 << 41, gathers=True)
