@@ -25,6 +25,7 @@ The last line is `N passed, N failed`. Exit status 0: none failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -617,6 +618,9 @@ class Stress:
             threading.Timer(within, os.kill, (os.getpid(), signal.SIGKILL)).start()
         deadline = time.monotonic() + within + options.timeout_s + 10 * SLACK_S
         while time.monotonic() < deadline:
+            # Together, lest a rank that is slow by itself be missed before the one that is dead.
+            with contextlib.suppress(ConnectionError):
+                self.group.barrier()
             begin = time.monotonic()
             if step():
                 continue
