@@ -241,9 +241,7 @@ class Checker:
             self.fault(f"use_oneshot must be True, False or None; got {use_oneshot!r}")
             use_oneshot = None
         if use_oneshot is None:
-            use_oneshot = choose_oneshot(
-                sent, home.world_size, home.oneshot_bytes, gathers=gathers
-            )
+            use_oneshot = choose_oneshot(sent, home.world_size, home.oneshot_bytes, gathers=gathers)
         capacity = home.oneshot_bytes if use_oneshot else home.payload_bytes
         if sent > capacity or self.token_num > MAX_TOKENS:
             self.fault(

@@ -153,8 +153,8 @@ def plan_rows(
     """Choose the launch for `token_num` rows; `shape` forces one of `launch_shapes`.
 
     Where tokens have owners, a cluster's tokens may take the owners in turn as long as the number
-    of clusters is a multiple of theirs. In the halves of two-shot ranks without a token have an item
-    to greet by. `dense` is for operations that gather nothing.
+    of clusters is a multiple of theirs. In the halves of two-shot ranks without a token have an
+    item to greet by. `dense` is for operations that gather nothing.
 
     Raises:
         ValueError: `shape` cannot hold so many or such rows, or cannot be launched here.

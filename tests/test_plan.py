@@ -194,7 +194,7 @@ def test_owners_take_turns_in_a_cluster() -> None:
 
 
 def test_crossover() -> None:
-    """Two ranks gain by two-shot if they gather many rows; more do the earlier the more there are."""
+    """Two ranks gain by two-shot if they gather many rows; more ranks do the earlier."""
     for size in (1, 2):
         assert choose_oneshot(1 << 40, size, 1 << 41)
     bounds = [crossover_bytes(size) for size in range(3, 17)]
