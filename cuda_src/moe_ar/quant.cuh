@@ -202,7 +202,7 @@ __device__ __forceinline__ void clear_scale_padding(const Params& p) {
     const bool store[4] = {taken == 0, taken == 1, taken - 1 < 2, taken - 1 < 3};
     // Without branches, so that a thread's stores do not wait for each other's addresses; rolled
     // where registers are short.
-    constexpr int kUnroll = kWireVectors == 1 ? 4 : 1;
+    [[maybe_unused]] constexpr int kUnroll = kWireVectors == 1 ? 4 : 1;
 #pragma unroll kUnroll
     for (u32 i = first; i < tiles * 32; i += threads) {
       u8* to = begin + i * sizeof(Vec16);
