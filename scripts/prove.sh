@@ -3,7 +3,7 @@
 #
 #     scripts/prove.sh FOLDER [STEP ...]     default: all of them, about 25 minutes on two GPUs
 #
-# tests     the suite with ranks as threads, and under mpirun with a GPU a rank, with 4 and 8 ranks
+# tests     under mpirun with a GPU a rank, with 4 and 8 ranks, and what else of the suite uses GPUs
 # stress    100,000 launches and more with as many ranks
 # kill      a rank that is killed
 # sanitize  compute-sanitizer
@@ -56,14 +56,18 @@ crowded() {
 for name in "${STEPS[@]}"; do
   case $name in
     tests)
-      step tests-threads 600 "$PY" -m pytest -q
       for ranks in 2 4 8; do
         crowded "$ranks" step "tests-$ranks" 400 "${MPIRUN[@]}" -n "$ranks" "$PY" -m pytest -q
       done
+      alone=(tests/test_{arrays,checkpoint,dead_peers,flashinfer,leaks}.py
+        tests/test_{planned,quant,sharing,streams,torch}.py)
+      step tests-alone 400 "$PY" -m pytest -q "${alone[@]}"
       ;;
     stress)
+      rm -f "$FOLDER/skew.json"
       for ranks in 2 4 8; do
-        crowded "$ranks" step "stress-$ranks" 300 "$PY" scripts/stress.py --ranks "$ranks" --launches 300
+        crowded "$ranks" step "stress-$ranks" 300 "$PY" scripts/stress.py --ranks "$ranks" \
+          --launches 300 --record "$FOLDER/skew.json"
       done
       ;;
     kill) step kill 60 "$PY" scripts/stress.py --ranks "$pair" --kill 1 --seconds 5 ;;
