@@ -51,6 +51,7 @@ from cupy_moe_ar.testing import run_ranks
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 OUTPUTS = ("allreduce_out", "residual_out", "norm_out")
 TIMEOUT_S = 20.0  # whoever waits longer for a peer has found a bug
+ROOT = Path(__file__).parent.parent
 GUARD_BYTES = 4096
 # As mpirun tells it (Open MPI, MPICH and Intel MPI, PMIx), so that MPI need not be imported; None
 # outside mpirun.
@@ -106,6 +107,20 @@ each_protocol = pytest.mark.parametrize("oneshot", [True, False], ids=["oneshot"
 def current_rank() -> int:
     """Rank of the calling thread, for what a test plants into the package."""
     return _here.rank
+
+
+def run(*command: object, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of this checkout, which must fail if `status` is not 0."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert (done.returncode == 0) == (status == 0), done.stdout + done.stderr
+    return done
 
 
 def mpirun(ranks: int) -> list[str]:

@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import mpirun
+from cases import ROOT, mpirun, run
 
 from cupy_moe_ar import DType, reference
 from cupy_moe_ar.testing import run_ranks
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
@@ -41,19 +40,6 @@ SMALL = ("--hidden", "512", "--tokens", "1", "3")
 def import_path() -> Iterator[None]:
     yield
     sys.path.remove(str(SCRIPTS))
-
-
-def run(*command: object, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(word) for word in command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert (done.returncode == 0) == (status == 0), done.stdout + done.stderr
-    return done
 
 
 def case(tokens: int = 64, top_k: int = 8, dtype: DType = BF16, **model: Any) -> _workload.Case:

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases import mpirun
+from cases import ROOT, mpirun
+from cases import run as run_program
 
 from cupy_moe_ar import __main__ as tools
 from cupy_moe_ar import compile as compiling
@@ -26,22 +27,13 @@ from cupy_moe_ar.terminal import progress
 from cupy_moe_ar.testing import Outcome, run_ranks
 from cupy_moe_ar.types import DType
 
-ROOT = Path(__file__).parent.parent
 BF16 = DType.BFLOAT16
 
 
 def run(*words: object, status: int = 0, launcher: Sequence[str] = (), **env: str) -> str:
     """Run a tool as a user does; return what it printed."""
-    done = subprocess.run(
-        [*launcher, sys.executable, "-m", "cupy_moe_ar", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert (done.returncode == 0) == (status == 0), done.stdout + done.stderr
-    return done.stdout
+    command = (*launcher, sys.executable, "-m", "cupy_moe_ar", *words)
+    return run_program(*command, status=status, **env).stdout
 
 
 # ---- info ----------------------------------------------------------------------------------------
