@@ -75,16 +75,20 @@ class KernelLimits:
         return min(self.resident_clusters.get(shape, 0), MAX_GRID_BLOCKS // shape.cluster_blocks)
 
 
-def crossover_bytes(world_size: int) -> int:
+def crossover_bytes(world_size: int, *, gathers: bool = False) -> int:
     """Return the payload (tokens x hidden_dim x wire item) up to which one-shot is chosen unasked.
 
     One-shot sends it to every peer. Two-shot sends `1 / world_size` of it to every peer, twice, and
     waits for the link a second time, which takes 0.9 us more at 1 token on two H200s. Two ranks
     send as much in either way, and two-shot of dense rows is never the faster (25.7 against 25.5 us
-    at 512 tokens of 7168, 88.6 against 88.5 at 2048). For more it is a model, not measured yet:
-    that one-shot is the slower once the bytes that it sends beyond two-shot's take longer than
-    that.
+    at 512 tokens of 7168, 88.6 against 88.5 at 2048). If each rank first gathers the rows, it is
+    where they are many, since half of them are sent on while others are gathered: 61.9 against 64.6
+    us at 1024 tokens, 118.5 against 122.7 at 2048, but 32.8 against 31.9 at 512. For more ranks it
+    is a model, not measured yet: that one-shot is the slower once the bytes that it sends beyond
+    two-shot's take longer than that.
     """
+    if gathers and world_size == 2:
+        return _GATHER_CROSSOVER
     spared = (world_size - 1) * (world_size - 2)  # payloads, x world_size
     if spared <= 0:
         return 1 << 62
@@ -94,16 +98,8 @@ def crossover_bytes(world_size: int) -> int:
 def choose_oneshot(
     payload_bytes: int, world_size: int, oneshot_bytes: int, *, gathers: bool = False
 ) -> bool:
-    """Whether one-shot, which takes `oneshot_bytes` at most, serves a call; else two-shot does.
-
-    `gathers`: the rows are gathered first. With two ranks two-shot then is the faster where they
-    are many, since half of them are sent on while others are gathered: 61.9 against 64.6 us at 1024
-    tokens of 7168, 118.5 against 122.7 at 2048, but 32.8 against 31.9 at 512.
-    """
-    bound = crossover_bytes(world_size)
-    if gathers and world_size == 2:
-        bound = _GATHER_CROSSOVER
-    return payload_bytes <= min(oneshot_bytes, bound)
+    """Whether one-shot, which takes `oneshot_bytes` at most, serves a call; else two-shot does."""
+    return payload_bytes <= min(oneshot_bytes, crossover_bytes(world_size, gathers=gathers))
 
 
 def share_of(rank: int, world_size: int, token_num: int) -> range:
