@@ -34,7 +34,16 @@ from .testing import Device, choose_backend
 from .types import DType
 from .workspace import Workspace
 
-__all__ = ["DTYPES", "TRIALS", "Case", "Options", "Trial", "check"]
+__all__ = [
+    "DTYPES",
+    "NORM_ULPS",
+    "TRIALS",
+    "Case",
+    "Options",
+    "Trial",
+    "check",
+    "quantised_outputs",
+]
 
 Array = NDArray[Any]
 
@@ -47,9 +56,11 @@ DTYPES = {
 }
 """By name, as on a command line: activations and what travels."""
 
+NORM_ULPS = {DType.BFLOAT16: 1, DType.FLOAT16: 1, DType.FLOAT32: 8}
+"""Units in the last place that a norm may be off, by its type."""
+
 _TOP_K = 4
 _FACTOR, _EPS, _BIAS, _SCALE = 2.0, 1e-5, 0.5, 0.0123
-_NORM_ULPS = {DType.FLOAT32: 8}  # else 1
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,20 @@ def check(group: Group, options: Options, say: Callable[[str], None]) -> str | N
                     if wrong:
                         return f"{what}, {name}: {wrong}"
     return None
+
+
+def quantised_outputs(quant: str | None, token_num: int, hidden_dim: int) -> dict[str, Array]:
+    """Make `quant_out` and `scale_out` of a format, filled with what no kernel writes."""
+    if quant is None:
+        return {}
+    fmt = FORMATS[quant]
+    width = hidden_dim * fmt.code_bits // 8
+    outputs: dict[str, Array] = {"quant_out": np.full((token_num, width), 0xFF, np.uint8)}
+    if fmt.has_scales:
+        scales = scales_of(fmt, token_num, hidden_dim)
+        raw = np.full(scales.nbytes, 0xFF, np.uint8)
+        outputs["scale_out"] = raw.view(scales.array_dtypes[0]).reshape(scales.shape)
+    return outputs
 
 
 # ---- what is run ---------------------------------------------------------------------------------
@@ -268,14 +293,7 @@ class Case:
         norms = () if self.trial.scatters else ("residual_out", "norm_out")
         poison = np.full((len(tokens), self.hidden), np.nan, dtype)
         outputs: dict[str, Array] = dict.fromkeys((self.trial.output, *norms), poison)
-        if self.quant:
-            fmt = FORMATS[self.quant]
-            width = self.hidden * fmt.code_bits // 8
-            outputs["quant_out"] = np.full((self.tokens, width), 0xFF, np.uint8)
-            if fmt.has_scales:
-                scales = scales_of(fmt, self.tokens, self.hidden)
-                outputs["scale_out"] = np.full(scales.shape, 0xFF, scales.array_dtypes[0])
-        return outputs
+        return outputs | quantised_outputs(self.quant, self.tokens, self.hidden)
 
     def codes(self, norm_out: Array) -> dict[str, Array]:
         """Return the right quantised outputs for a norm."""
@@ -360,7 +378,7 @@ def _judge(case: Case, found: Mapping[str, Array], world_size: int, share: slice
         right = right[share] if case.trial.scatters else right
         if name == "norm_out":
             far = reference.ulp_distance(output, right, case.dtype)
-            wrong = far > _NORM_ULPS.get(case.dtype, 1)
+            wrong = far > NORM_ULPS[case.dtype]
         else:
             right = right.reshape(output.shape)
             wrong = ~(output.astype(np.float32) == right.astype(np.float32))

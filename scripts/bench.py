@@ -47,9 +47,10 @@ from cupy_moe_ar import (
 )
 from cupy_moe_ar.checks import comm_dtype_of
 from cupy_moe_ar.compile import Variant
-from cupy_moe_ar.formats import FORMATS, scales_of
+from cupy_moe_ar.formats import FORMATS
 from cupy_moe_ar.group import Group
 from cupy_moe_ar.plan import launch_shapes
+from cupy_moe_ar.selfcheck import quantised_outputs
 
 OUTPUTS = ("residual_out", "norm_out")
 MOST_JUDGED = 300  # tokens
@@ -150,14 +151,15 @@ class Bench:
         rank, options, operation = self.rank, self.options, self.operation
         inputs, common = operation.inputs(case, rank.index), common_inputs(case)
         arrays, outputs, sample = self._sample(case, inputs | common)
-        quantised = {name: rank.put(x) for name, x in quantised_outputs(case, quant).items()}
+        blank = quantised_outputs(quant, case.tokens, case.model.hidden)
+        quantised = {name: rank.put(x) for name, x in blank.items()}
         scale = GIVEN_SCALE if quant is not None and FORMATS[quant].needs_scale else None
         sample |= {"quant": quant, **quantised, "scale_factor": scale}
         home = self.workspace.home("bench")
         protocol = operation.describe(home, **sample, dtype=case.dtype).protocol
 
         call = self._caller(case, sample)
-        us, plain_us = self._time(case, sample)
+        us, plain_us = self._time(call, case, sample)
         errors, floor, equal = self._judge(case, inputs, common, outputs)
         model = case.model
         row: Row = {
@@ -254,9 +256,10 @@ class Bench:
 
         return call
 
-    def _time(self, case: Case, sample: Row) -> tuple[float, float | None]:
-        """Time a launch and, if it quantises, one that does not, in turns; medians."""
-        call = self._caller(case, sample)
+    def _time(
+        self, call: Callable[[], None], case: Case, sample: Row
+    ) -> tuple[float, float | None]:
+        """Time a call and, if it quantises, one that does not, in turns; medians."""
         if sample["quant"] is None:
             return self.rank.time_us(call, self.options.replays), None
         quantised = dict.fromkeys(("quant", "quant_out", "scale_out", "scale_factor"))
@@ -383,20 +386,6 @@ class Bench:
         config, addresses = launcher.config, launcher._arguments_address
         told["host_launch_us"] = rank.host_us(lambda: bare(config, function, addresses, 0))
         return told
-
-
-def quantised_outputs(case: Case, quant: str | None) -> Row:
-    """Make the outputs of a format, filled with what no kernel writes."""
-    if quant is None:
-        return {}
-    fmt = FORMATS[quant]
-    tokens, hidden = case.tokens, case.model.hidden
-    outputs: Row = {"quant_out": np.full((tokens, hidden * fmt.code_bits // 8), 0xFF, np.uint8)}
-    if fmt.has_scales:
-        scales = scales_of(fmt, tokens, hidden)
-        raw = np.full(scales.nbytes, 0xFF, np.uint8)
-        outputs["scale_out"] = raw.view(scales.array_dtypes[0]).reshape(scales.shape)
-    return outputs
 
 
 def models(options: argparse.Namespace) -> dict[str | None, list[Preset]]:

@@ -37,7 +37,7 @@ from _calls import CALLED, make
 from _ranks import parse, positive
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from stress import NORM_ULPS, OUTPUTS, Options, Spec
+from stress import OUTPUTS, Options, Spec
 
 from cupy_moe_ar import (
     ArgumentError,
@@ -52,7 +52,7 @@ from cupy_moe_ar import (
 from cupy_moe_ar.compile import OPERATIONS
 from cupy_moe_ar.group import Group
 from cupy_moe_ar.plan import launch_shapes
-from cupy_moe_ar.selfcheck import DTYPES
+from cupy_moe_ar.selfcheck import DTYPES, NORM_ULPS
 from cupy_moe_ar.testing import run_ranks
 
 __all__ = ["Call", "Fuzz", "calls"]

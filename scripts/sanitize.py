@@ -15,12 +15,13 @@ import _checkout  # noqa: F401
 import numpy as np
 from _calls import CALLED, Arguments, make
 from _ranks import Rank, choose_backend, parse, positive, start
-from stress import NORM_ULPS, OUTPUTS, Options, Spec
+from stress import OUTPUTS, Options, Spec
 
 from cupy_moe_ar import DType, PeerTimeoutError, Workspace, reference
 from cupy_moe_ar.compile import OPERATIONS
 from cupy_moe_ar.group import Group
 from cupy_moe_ar.plan import KERNELS, KernelLimits, launch_shapes
+from cupy_moe_ar.selfcheck import NORM_ULPS
 
 HIDDEN = 1032  # 129 vectors: a last group of one lane
 CLUSTERS = 3  # of a launch; kernels that take rows in turn get seven

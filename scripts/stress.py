@@ -57,7 +57,7 @@ from cupy_moe_ar import (
 from cupy_moe_ar import compile as compiling
 from cupy_moe_ar.cpu_backend import CpuBackend
 from cupy_moe_ar.plan import launch_shapes
-from cupy_moe_ar.selfcheck import DTYPES
+from cupy_moe_ar.selfcheck import DTYPES, NORM_ULPS
 from cupy_moe_ar.testing import spawn_ranks
 
 Array = NDArray[Any]
@@ -74,7 +74,6 @@ POOL = 64  # launches that are repeated in random order
 QUEUED = 256  # of them between two waits for the device
 BLOCK = 32  # launches between two looks at the clock, which ranks must agree on
 SLACK_S = 2.0  # that raising may take beyond the bound
-NORM_ULPS = {DType.BFLOAT16: 1, DType.FLOAT16: 1, DType.FLOAT32: 8}
 
 
 @dataclass(frozen=True)
