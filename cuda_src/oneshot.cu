@@ -47,8 +47,8 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   norm_row(p, reduction, at.cluster, p.row_vectors, column, step, offset, residual, gamma);
 }
 
-// A cluster holds one row after the other. It pushes a row ahead of the one that it finishes,
-// so that the link is busy while it waits.
+// A cluster holds one row after the other. It pushes a row ahead of the one that it finishes, so
+// that the link is busy while it waits.
 template <int kVectors>
 __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   const int column = ptx::settled(at.first_group * 32 + at.lane);

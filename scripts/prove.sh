@@ -74,17 +74,18 @@ for name in "${STEPS[@]}"; do
     sanitize) step sanitize 180 env PYTHON="$PY" scripts/sanitize.sh "$FOLDER/sanitizers.log" ;;
     bench)
       bench=("${MPIRUN[@]}" -n "$pair" "$PY" scripts/bench.py "$FOLDER/bench.json" --append --floor)
+      small=(--tokens 1 4 16 32 64 128)
       large=(--tokens 1 4 16 32 64 128 256 512 1024 2048 8192 --capacity 8192 --hidden 7168)
       rm -f "$FOLDER/bench.json"
       step bench-finalize 120 "${bench[@]}" "${large[@]}" --baselines --host --prefill 2048
-      step bench-finalize-6144 60 "${bench[@]}" --tokens 1 4 16 32 64 128 --hidden 6144 --baselines
+      step bench-finalize-6144 60 "${bench[@]}" "${small[@]}" --hidden 6144 --baselines
       step bench-finalize-twoshot 60 "${bench[@]}" "${large[@]}" --protocol twoshot
       for protocol in oneshot twoshot; do
         step "bench-allreduce-$protocol" 60 "${bench[@]}" "${large[@]}" --op allreduce \
           --protocol "$protocol" --baselines
       done
-      step bench-reduction 60 "${bench[@]}" --tokens 1 4 16 32 64 128 --hidden 7168 --op moe_reduction
-      step bench-quantised 120 "${bench[@]}" --tokens 1 4 16 32 64 128 --hidden 7168 \
+      step bench-reduction 60 "${bench[@]}" "${small[@]}" --hidden 7168 --op moe_reduction
+      step bench-quantised 120 "${bench[@]}" "${small[@]}" --hidden 7168 \
         --quant fp8_static fp8_per_token_group nvfp4 mxfp8 fp8_per_token
       ;;
     sweep) step sweep 90 "${MPIRUN[@]}" -n "$pair" "$PY" scripts/sweep.py "$FOLDER/sweep.json" ;;

@@ -285,6 +285,7 @@ inline void pdl_trigger() { emulator::pdl_trigger(); }
 
 inline float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float rsqrt_f32(float x) { return static_cast<float>(1.0 / std::sqrt(double{x})); }
+
 // 1 / x, for 2^-100 <= |x| <= 2^100.
 inline float reciprocal_f32(float x) { return 1.0f / x; }
 
@@ -296,7 +297,7 @@ inline float fma_sat_f32(float a, float b, float c) {
 
 // |a| or |b|; a NaN, positive and above all numbers in its bits, where there is one.
 inline float max_magnitude_f32(float a, float b) {
-  if (a != a || b != b) return __builtin_bit_cast(float, 0x7fffffffu);
+  if (a != a || b != b) return std::bit_cast<float>(0x7fffffffu);
   return __builtin_fmaxf(__builtin_fabsf(a), __builtin_fabsf(b));
 }
 
