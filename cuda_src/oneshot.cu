@@ -43,6 +43,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
     session.reduce<kPolled<kVectors>>(at.cluster, column + v * step, own[v], total);
     residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
   });
+  if (p.flags & kTriggerHeard) ptx::pdl_trigger();
   if (!kQuantises && p.norm_out == nullptr) return;
   norm_row(p, reduction, at.cluster, p.row_vectors, column, step, offset, residual, gamma);
 }

@@ -219,6 +219,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   } else if (kGathers) {
     worker.gather(session, item);
   }
+  if (p.flags & kTriggerHeard) ptx::pdl_trigger();
   worker.finish(reduction, item);
 }
 

@@ -48,6 +48,7 @@ class Flag(enum.IntFlag):
     WARM_UP = 16
     SCALE_TILED = 32
     SCALE_IS_UE8M0 = 64
+    TRIGGER_HEARD = 128
 
 
 class TimeoutRecord(ctypes.Structure):

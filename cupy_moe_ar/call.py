@@ -133,7 +133,7 @@ def describe_moe_finalize(
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
 ) -> Call:
     """Check the arguments of `moe_finalize_allreduce_fusion` and describe the call.
 
@@ -177,7 +177,7 @@ def describe_moe_reduction(
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
 ) -> Call:
     """Check the arguments of `moe_reduction_allreduce_fusion` and describe the call.
 
@@ -236,7 +236,7 @@ def describe_allreduce(
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
 ) -> Call:
     """Check the arguments of `allreduce_fusion` and describe the call.
 
@@ -269,7 +269,7 @@ def describe_moe_finalize_reduce_scatter(
     reduce_scatter_out: Any,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
 ) -> Call:
     """Check the arguments of `moe_finalize_reduce_scatter` and describe the call.
 
@@ -301,7 +301,7 @@ def describe_reduce_scatter(
     reduce_scatter_out: Any,
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
 ) -> Call:
     """Check the arguments of `reduce_scatter` and describe the call.
 
@@ -334,7 +334,7 @@ def describe_allgather(
     scale_layout: str | None = None,
     scale_dtype: str | None = None,
     dtype: DType | str | None = None,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
 ) -> Call:
     """Check the arguments of `allgather_residual_rmsnorm` and describe the call.
 
@@ -440,14 +440,16 @@ def _call(
     protocol: str,
     names: Mapping[str, str],
     top_k: int,
-    trigger_completion_at_end: bool,
+    trigger_completion_at_end: bool | None,
     routed_scaling_factor: float = 1.0,
     rms_eps: float = 0.0,
     weight_bias: float = 0.0,
 ) -> Call:
     """Put a call together; `names` has the pointer fields that are not named as the argument."""
     views = check.views
-    if not trigger_completion_at_end:
+    if trigger_completion_at_end is None:
+        check.flags |= Flag.TRIGGER_HEARD
+    elif not trigger_completion_at_end:
         check.flags |= Flag.TRIGGER_EARLY
     names = {"scale_in": "scale_factor", **names}
     arguments = ((field, names.get(field, field)) for field in _POINTERS)

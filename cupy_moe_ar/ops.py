@@ -64,7 +64,7 @@ def moe_finalize_allreduce_fusion(
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
     launch_with_pdl: bool = False,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
     launch_shape: LaunchShape | None = None,
     stream: Any = None,
 ) -> None:
@@ -130,8 +130,10 @@ def moe_finalize_allreduce_fusion(
             bytes, world size and capacity. Never changes bits.
         launch_with_pdl: Start before the previous kernel of the stream has ended (programmatic
             dependent launch, sm_90 and newer); what that kernel wrote is waited for.
-        trigger_completion_at_end: Let the next kernel start when this one's outputs are written;
-            False: as soon as this one runs. Such a kernel must itself wait for this one's end.
+        trigger_completion_at_end: When the next kernel may start: True: when this one's outputs are
+            written; False: as soon as this one runs; None: the best of what was measured: when no
+            peer is waited for any more, or for many tokens at the end. That kernel must itself wait
+            for this one's end.
         launch_shape: Forces a launch (`plan.launch_shapes`), for measuring; never changes bits.
         stream: CuPy, PyTorch or Numba stream, `__cuda_stream__` object or integer handle. None is
             the current stream of the library that `allreduce_in` comes from, CuPy or PyTorch.
@@ -220,7 +222,7 @@ def allreduce_fusion(
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
     launch_with_pdl: bool = False,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
     launch_shape: LaunchShape | None = None,
     stream: Any = None,
 ) -> None:
@@ -334,7 +336,7 @@ def moe_reduction_allreduce_fusion(
     comm_dtype: DType | str | None = None,
     use_oneshot: bool | None = None,
     launch_with_pdl: bool = False,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
     launch_shape: LaunchShape | None = None,
     stream: Any = None,
 ) -> None:
@@ -448,7 +450,7 @@ def moe_finalize_reduce_scatter(
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     launch_with_pdl: bool = False,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
     launch_shape: LaunchShape | None = None,
     stream: Any = None,
 ) -> None:
@@ -536,7 +538,7 @@ def reduce_scatter(
     dtype: DType | str | None = None,
     comm_dtype: DType | str | None = None,
     launch_with_pdl: bool = False,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
     launch_shape: LaunchShape | None = None,
     stream: Any = None,
 ) -> None:
@@ -616,7 +618,7 @@ def allgather_residual_rmsnorm(
     scale_dtype: str | None = None,
     dtype: DType | str | None = None,
     launch_with_pdl: bool = False,
-    trigger_completion_at_end: bool = True,
+    trigger_completion_at_end: bool | None = None,
     launch_shape: LaunchShape | None = None,
     stream: Any = None,
 ) -> None:

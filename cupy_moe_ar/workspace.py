@@ -631,7 +631,7 @@ class Workspace:
         call.fill(params)
         params.cluster_log2 = plan.shape.cluster_blocks.bit_length() - 1
         if self._backend.ranks_on_device > 1:
-            params.flags &= ~abi.Flag.TRIGGER_EARLY
+            params.flags &= ~(abi.Flag.TRIGGER_EARLY | abi.Flag.TRIGGER_HEARD)
         return Launch(self, self._backend.bind(variant, plan, params, launch_with_pdl))
 
     def plan_rows(

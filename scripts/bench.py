@@ -55,6 +55,7 @@ from cupy_moe_ar.selfcheck import quantised_outputs
 OUTPUTS = ("residual_out", "norm_out")
 MOST_JUDGED = 300  # tokens
 TURNS = 3
+TRIGGERS = {"heard": None, "end": True, "early": False}
 GIVEN_SCALE = 0.01
 
 
@@ -91,7 +92,7 @@ def arguments() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how")
     how.add_argument("--in-process", type=positive, metavar="RANKS", help="ranks as threads")
     how.add_argument("--no-pdl", action="store_true", help="without programmatic launch")
-    how.add_argument("--early-trigger", action="store_true", help="let the next launch start early")
+    how.add_argument("--trigger", choices=TRIGGERS, default="heard", help="of the next launch")
     how.add_argument("--replays", type=positive, help="samples; default: 50, on the CPU 3")
     how.add_argument("--append", action="store_true", help="keep the rows of OUT_JSON")
     add("--plot", metavar="PNG", type=Path, help="draw OUT_JSON and run nothing")
@@ -191,6 +192,7 @@ class Bench:
             "backend": self.workspace.backend,
             "preset": preset,
             "pdl": not options.no_pdl,
+            "trigger": options.trigger,
         }
         if quant is not None:
             row["quant_exact"] = self._exact(quant, scale, outputs["norm_out"], quantised)
@@ -249,7 +251,7 @@ class Bench:
                 **sample,
                 dtype=case.dtype,
                 launch_with_pdl=not options.no_pdl,
-                trigger_completion_at_end=not options.early_trigger,
+                trigger_completion_at_end=TRIGGERS[options.trigger],
                 launch_shape=launch_shape,
                 stream=self.rank.stream,
             )

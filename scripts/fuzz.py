@@ -328,7 +328,7 @@ def calls(draw: Any, ranks: int) -> Call:
         },
         launch={
             "launch_with_pdl": draw(st.booleans()),
-            "trigger_completion_at_end": draw(st.booleans()),
+            "trigger_completion_at_end": draw(st.sampled_from([None, True, False])),
             **({"use_oneshot": draw(st.sampled_from([None, True, False]))} if whole else {}),
         },
         launch_shape=draw(st.sampled_from([None, *shapes])),

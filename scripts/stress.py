@@ -177,7 +177,9 @@ class Spec:
             launch={
                 "use_oneshot": (None, True, False)[rng.integers(3)] if twoshot else True,
                 "launch_with_pdl": bool(rng.random() < 0.5) or options.programmatic,
-                "trigger_completion_at_end": bool(rng.random() < 0.7) and not options.programmatic,
+                "trigger_completion_at_end": False
+                if options.programmatic
+                else (None, None, True, False)[rng.integers(4)],
             },
             launch_shape=shapes[rng.integers(len(shapes))] if rng.random() < 0.6 else None,
         )  # fmt: skip

@@ -24,6 +24,7 @@ CONSTANTS = {
     "kScaleIsFloat32": abi.Flag.SCALE_IS_FLOAT32,
     "kGammaIsFloat32": abi.Flag.GAMMA_IS_FLOAT32,
     "kTriggerEarly": abi.Flag.TRIGGER_EARLY,
+    "kTriggerHeard": abi.Flag.TRIGGER_HEARD,
     "kVectorRoutes": abi.Flag.VECTOR_ROUTES,
     "kWarmUp": abi.Flag.WARM_UP,
     "kScaleTiled": abi.Flag.SCALE_TILED,

@@ -294,10 +294,10 @@ def test_c11_c12_no_tokens_and_about_as_many_as_ranks(ranks: Ranks) -> None:
                 check(part, results)
 
 
-@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize("at_end", [None, True, False])
 @pytest.mark.parametrize("pdl", [False, True])
 @each_world(2, 3)
-def test_launch_options_change_no_bits(ranks: Ranks, pdl: bool, at_end: bool) -> None:
+def test_launch_options_change_no_bits(ranks: Ranks, pdl: bool, at_end: bool | None) -> None:
     """Eight back to back: with programmatic launch the next one begins early."""
     case = random_case(ranks.size, 7, 1032)
     options = {"launch_with_pdl": pdl, "trigger_completion_at_end": at_end}

@@ -36,11 +36,12 @@ constexpr u64 kSlabHeaderBytes = 4096;  // the rest of it is the hosts'
 enum Flag : u32 {
   kScaleIsFloat32 = 1,  // else the scales have type T
   kGammaIsFloat32 = 2,
-  kTriggerEarly = 4,
-  kVectorRoutes = 8,  // top_k a multiple of 8, index and scales on 16-byte boundaries
-  kWarmUp = 16,       // return before touching anything
-  kScaleTiled = 32,   // scale_out in the layout of tiles or columns, else row after row
-  kScaleIsUe8m0 = 64  // of a group; else float32
+  kTriggerEarly = 4,   // at once
+  kVectorRoutes = 8,   // top_k a multiple of 8, index and scales on 16-byte boundaries
+  kWarmUp = 16,        // return before touching anything
+  kScaleTiled = 32,    // scale_out in the layout of tiles or columns, else row after row
+  kScaleIsUe8m0 = 64,  // of a group; else float32
+  kTriggerHeard = 128  // once a block has all that it waits for from peers, if that is one row
 };
 
 struct Params {

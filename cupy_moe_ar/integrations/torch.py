@@ -170,7 +170,7 @@ _ROUTES = (
 )
 _NORM = "Tensor? rms_gamma=None, float rms_eps=1e-06, float weight_bias=0.0"
 _RESIDUAL_NORM = f"Tensor? residual_in=None, {_NORM}"
-_PDL = "bool launch_with_pdl=False, bool trigger_completion_at_end=True"
+_PDL = "bool launch_with_pdl=False, bool? trigger_completion_at_end=None"
 _WIRE = f"str? comm_dtype=None, {_PDL}"
 _ALLREDUCE = f"bool? use_oneshot=None, {_WIRE}"
 _QUANT = "str? quant=None, str? scale_layout=None, str? scale_dtype=None"
