@@ -55,8 +55,9 @@ __device__ __forceinline__ float square_sum(const Vec16& residual) {
 
 // gamma of a column, as it lies in memory, and the scale that the launch is given: nothing waits
 // for the loads until the norm does.
-struct Gamma : GivenScale {
+struct Gamma {
   Vec16 v[kElements / 4];
+  float given;
 
   __device__ __forceinline__ void load(const Params& p, int column) {
     const bool wide = p.flags & kGammaIsFloat32;
@@ -64,7 +65,7 @@ struct Gamma : GivenScale {
                      column * (wide ? kElements * sizeof(float) : sizeof(Vec16));
     v[0] = ptx::ld_v4(from);
     if (kElements > 4 && wide) v[kElements / 4 - 1] = ptx::ld_v4(from + sizeof(Vec16));
-    load_scale(p);
+    if constexpr (kGivenScale) given = given_scale(p);
   }
 
   __device__ __forceinline__ void get(const Params& p, float (&x)[kElements]) const {
@@ -76,6 +77,13 @@ struct Gamma : GivenScale {
     }
   }
 };
+
+// Zeros outside of the row.
+__device__ __forceinline__ Gamma gamma_of(const Params& p, int column, bool inside) {
+  Gamma gamma = {};
+  if (inside) gamma.load(p, column);
+  return gamma;
+}
 
 // A vector of the norm, in two steps: what does not need the row's totals is done before they are
 // waited for. Every lane of a warp, those outside of the row too, with zeros.
@@ -97,26 +105,39 @@ class Norm {
                                           bool inside, const Vec16& residual, const Gamma& gamma) {
     weigh(p, residual, gamma);
     if constexpr (kQuantises) {
-      quantiser_.prepare(p, token, column, offset, inside, weighted_, gamma);
+      quantiser_.prepare(p, token, column, offset, inside, weighted_, gamma.given);
     }
   }
 
-  __device__ __forceinline__ void store(const Params& p, u64 offset, bool inside,
-                                        const RowTotals& row) const {
-    const float rs = ptx::rsqrt_f32(ptx::fma_f32(row.square_sum, p.inverse_hidden, p.rms_eps));
+  // Once they are there, first this, then detour for a thread with any vector that is told to take
+  // it, then finish.
+  __device__ __forceinline__ bool begin(const Params& p, u64 offset, bool inside, float factor,
+                                        u32 row_magnitude) {
     float x[kElements];
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) x[i] = weighted_[i] * rs;
+    for (int i = 0; i < kElements; ++i) x[i] = weighted_[i] * factor;
     const Vec16 norm = pack<kDType>(x);
     if (inside && (!kQuantises || p.norm_out != nullptr)) store_vector(p.norm_out, offset, norm);
-    if constexpr (kQuantises) {
-      quantiser_.store(p, inside, norm, rs, ptx::as_f32(row.magnitude));
-    }
+    if constexpr (!kQuantises) return true;
+    return quantiser_.begin(p, norm, factor, ptx::as_f32(row_magnitude));
+  }
+
+  __device__ __forceinline__ void detour(const Params& p, float factor) {
+    if constexpr (kQuantises) quantiser_.detour(p, factor);
+  }
+
+  __device__ __forceinline__ void finish(const Params& p, bool inside) {
+    if constexpr (kQuantises) quantiser_.finish(p, inside);
   }
 
  private:
   float weighted_[kElements];  // residual * (weight_bias + gamma)
   Quantiser quantiser_;
 };
+
+// What the norm multiplies by.
+__device__ __forceinline__ float norm_factor(const Params& p, const RowTotals& row) {
+  return ptx::rsqrt_f32(ptx::fma_f32(row.square_sum, p.inverse_hidden, p.rms_eps));
+}
 
 }  // namespace moe_ar

@@ -339,10 +339,12 @@ __device__ __forceinline__ float fma_sat_f32(float a, float b, float c) {
   return r;
 }
 
+__device__ __forceinline__ float abs_f32(float x) { return fabsf(x); }
+
 // |a| or |b|; a NaN, positive and above all numbers in its bits, where there is one.
 __device__ __forceinline__ float max_magnitude_f32(float a, float b) {
   float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(fabsf(a)), "f"(fabsf(b)));
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(abs_f32(a)), "f"(abs_f32(b)));
   return r;
 }
 

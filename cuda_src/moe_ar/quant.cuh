@@ -20,24 +20,10 @@ constexpr int kBlockElements = kGroups ? 128 : kQuant == Quant::kMxfp8 ? 32 : 16
 constexpr u32 kBlockLanes = kBlockElements / kElements;  // where a scale has a block
 constexpr u32 kCodeBytes = kElements / (kFp4 ? 2 : 1);   // of a vector
 
-// The scale that a launch is given: loaded early, since it may lie in memory.
-template <bool kIsGiven>
-struct GivenScaleOf {
-  __device__ __forceinline__ void load_scale(const Params&) {}
-  __device__ __forceinline__ float scale() const { return 1.0f; }
-};
-
-template <>
-struct GivenScaleOf<true> {
-  float scale_;
-
-  __device__ __forceinline__ void load_scale(const Params& p) {
-    scale_ = p.scale_in != nullptr ? ptx::as_f32(ptx::ld_u32(p.scale_in)) : p.scale_factor;
-  }
-  __device__ __forceinline__ float scale() const { return scale_; }
-};
-
-using GivenScale = GivenScaleOf<kGivenScale>;
+// The scale that a launch is given.
+__device__ __forceinline__ float given_scale(const Params& p) {
+  return p.scale_in != nullptr ? ptx::as_f32(ptx::ld_u32(p.scale_in)) : p.scale_factor;
+}
 
 // Division of several x by one divisor, rounded as one division is wherever that matters for a
 // code. The compiler's division takes turns with the next one; this does not. It is right where the
@@ -233,18 +219,19 @@ __device__ __forceinline__ float largest_of_block(float most) {
 }
 
 // Makes quant_out and scale_out of a vector of the norm. Every lane of a warp, those outside of the
-// row too; they store nothing. Usual numbers take a way without a branch, others a detour.
+// row too; they store nothing. Usual numbers take a way without branches, on which the vectors of a
+// thread do not wait for each other; any others send them all on a detour.
 class Quantiser {
  public:
   // What can be done before the row's totals are there. `weighted` times the row's factor is the
   // norm; `offset` is the vector's in rows of T.
   __device__ __forceinline__ void prepare(const Params& p, int token, int column, u64 offset,
                                           bool inside, const float (&weighted)[kElements],
-                                          const GivenScale& given) {
+                                          float given) {
     const u32 row = static_cast<u32>(token);
     codes_ = static_cast<u8*>(p.quant_out) + offset / sizeof(Vec16) * kCodeBytes;
     if constexpr (kGivenScale) {
-      given_ = given.scale();
+      given_ = given;
       divisor_ = kFp4 ? 6.0f * given_ : given_;
       usual_ = divisor_ >= 0x1p-70f && divisor_ <= 0x1p70f;
       inverse_ = ptx::reciprocal_f32(usual_ ? divisor_ : 1.0f);
@@ -262,120 +249,122 @@ class Quantiser {
     }
   }
 
-  // `norm` is as rounded to T, `row_most` the largest |weighted| of the row.
-  __device__ __forceinline__ void store(const Params& p, bool inside, const Vec16& norm,
-                                        float factor, float row_most) const {
-    float x[kElements];
-    unpack<kDType>(kFp4 ? magnitudes(norm) : norm, x);
-    if constexpr (kQuant == Quant::kFp8Static) {
-      float divisor = divisor_, inverse = inverse_;
-      if (!(usual_ && most_ * factor <= divisor * 1024.0f)) {
-        tame(x, divisor);
-        inverse = ptx::reciprocal_f32(divisor);
-      }
-      divide(x, divisor, inverse);
-      if (inside) store_e4m3(codes_, x);
-      return;
-    }
+  // Then the scale. `norm` is as rounded to T, `row_most` the largest |weighted| of the row. False
+  // if detour must come next.
+  __device__ __forceinline__ bool begin(const Params& p, const Vec16& norm, float factor,
+                                        float row_most) {
+    unpack<kDType>(norm, x_);
+    if constexpr (kQuant == Quant::kFp8Static)
+      return usual_ && most_ * factor <= divisor_ * 1024.0f;
     // Rounding keeps the order, so that this is the largest |norm| as rounded.
     float most[kElements] = {(kQuant == Quant::kFp8PerToken ? row_most : most_) * factor};
     unpack<kDType>(pack<kDType>(most), most);
-    u32 scale;
+    most_ = most[0];
     if constexpr (kFp4) {
-      scale = fp4(x, sign_nibbles(norm), inside, most[0], factor);
-    } else if (kQuant == Quant::kMxfp8 || (kGroups && p.flags & kScaleIsUe8m0)) {
-      scale = fp8_by_power(x, inside, most[0], factor);
-    } else {
-      scale = fp8(x, inside, most[0], factor);
+      signs_ = sign_nibbles(norm);
+#pragma unroll
+      for (float& value : x_) value = ptx::abs_f32(value);
+      divide(most, divisor_, inverse_);
+      code_ = ptx::pack_e4m3x2(most[0], 0.0f);
+      // Neither 0, nor so large that it saturates.
+      const bool usual = usual_ && most_ <= divisor_ * 1024.0f && code_ - 1 < 0x7d;
+      divisor_ = ptx::unpack_e4m3(code_) * given_;
+      inverse_ = ptx::reciprocal_f32(divisor_);
+      return usual;
     }
-    if (scale_ == nullptr) return;
-    if constexpr (kQuant == Quant::kFp8PerToken) {
-      ptx::st_u32(scale_, scale);
+    if constexpr (kQuant == Quant::kMxfp8) {
+      code_ = ue8m0_code(most_);
+      inverse_ = ptx::as_f32((254 - code_) << 23);
     } else {
-      ScalePlaces(p).store(scale_, scale);
+      divisor_ = divide_by_448(most_);
+      code_ = ptx::as_u32(divisor_);
+      if (by_power(p)) {
+        code_ = ue8m0_code(most_);
+        divisor_ = ptx::as_f32(code_ << 23);
+      }
+      inverse_ = ptx::reciprocal_f32(divisor_);
+    }
+    return most_ >= 0x1p-80f && most_ <= kMost;
+  }
+
+  // The scale and x_ of any numbers; the scale of usual ones stays.
+  __device__ __forceinline__ void detour(const Params& p, float factor) {
+    if constexpr (kQuant != Quant::kFp8Static) most_ = finite_most(factor);
+    if constexpr (kFp4) {
+      code_ = most_ == 0.0f ? 0 : ptx::pack_e4m3x2(most_ / (6.0f * given_), 0.0f);
+      const float value = ptx::unpack_e4m3(code_);
+      divisor_ = value == 0.0f ? 0.0f : value * given_;  // not negative, or NaN
+      const bool number = divisor_ == divisor_;
+      if (!(number && divisor_ > 0.0f && ptx::as_u32(divisor_) < soft::kInfinity)) signs_ = 0;
+#pragma unroll
+      for (float& x : x_) x = number ? x : 6.0f;
+      divisor_ = number ? divisor_ : 1.0f;
+    } else if (by_power(p)) {
+      const bool number = most_ == most_;
+      const float least = 1.75f * 0x1p-119f;  // 448 * 2^-127
+      code_ = number ? ue8m0_code(most_ > least ? most_ : least) : 0xff;
+      const float inverse = ptx::as_f32(number ? (254 - code_) << 23 : 0x7fffffffu);
+#pragma unroll
+      for (float& x : x_) x = most_ == 0.0f ? 0.0f : ptx::clamp_f32(x * inverse, 1024.0f);
+      divisor_ = inverse_ = 1.0f;
+      return;
+    } else if (kQuant != Quant::kFp8Static) {
+      divisor_ = most_ / 448.0f;
+      code_ = ptx::as_u32(divisor_);
+    }
+    tame(x_, divisor_);
+    inverse_ = ptx::reciprocal_f32(divisor_);
+  }
+
+  // Last, the codes.
+  __device__ __forceinline__ void finish(const Params& p, bool inside) {
+    if constexpr (kQuant == Quant::kMxfp8) {
+#pragma unroll
+      for (float& x : x_) x *= inverse_;  // exact wherever that matters for a code
+    } else {
+      divide(x_, divisor_, inverse_);
+    }
+    if (inside) {
+      if constexpr (kFp4) {
+        store_e2m1(codes_, x_, signs_);
+      } else {
+        store_e4m3(codes_, x_);
+      }
+    }
+    if (kQuant == Quant::kFp8Static || scale_ == nullptr) return;
+    if constexpr (kQuant == Quant::kFp8PerToken) {
+      ptx::st_u32(scale_, code_);
+    } else {
+      ScalePlaces(p).store(scale_, code_);
     }
   }
 
  private:
-  static __device__ __forceinline__ Vec16 magnitudes(Vec16 v) {
-#pragma unroll
-    for (u32& word : v.w) word &= kElements == 8 ? 0x7fff7fffu : 0x7fffffffu;
-    return v;
+  // Whether scales are powers of two.
+  static __device__ __forceinline__ bool by_power(const Params& p) {
+    return kQuant == Quant::kMxfp8 || (kGroups && p.flags & kScaleIsUe8m0);
   }
 
-  // The largest |norm|, where it is not usual; finite, or NaN.
-  static __device__ __forceinline__ float unusual(const float (&x)[kElements], float most,
-                                                  float factor) {
+  // The largest |norm|, but finite, or NaN.
+  __device__ __forceinline__ float finite_most(float factor) const {
+    float most = most_;
     // Of infinity times 0 and times more the former is the larger one.
     if (kQuant != Quant::kFp8PerToken && ptx::as_u32(factor) == soft::kInfinity) {
-      most = largest_of_block(largest_of(x));
+      most = largest_of_block(largest_of(x_));
     }
     const u32 bits = ptx::as_u32(most) & 0x7fffffffu;
     return ptx::as_f32(bits == soft::kInfinity ? soft::kInfinity - 1 : bits);
   }
 
-  __device__ __forceinline__ u32 fp8(float (&x)[kElements], bool inside, float most,
-                                     float factor) const {
-    float divisor = divide_by_448(most);
-    u32 scale = ptx::as_u32(divisor);
-    if (!(most >= 0x1p-80f && most <= kMost)) {
-      divisor = unusual(x, most, factor) / 448.0f;
-      scale = ptx::as_u32(divisor);
-      tame(x, divisor);
-    }
-    divide(x, divisor, ptx::reciprocal_f32(divisor));
-    if (inside) store_e4m3(codes_, x);
-    return scale;
-  }
-
-  __device__ __forceinline__ u32 fp8_by_power(float (&x)[kElements], bool inside, float most,
-                                              float factor) const {
-    u32 scale = ue8m0_code(most);
-    float inverse = ptx::as_f32((254 - scale) << 23);
-    if (!(most >= 0x1p-100f && most < ptx::as_f32(soft::kInfinity))) {
-      most = unusual(x, most, factor);
-      const bool number = most == most;
-      const float least = 1.75f * 0x1p-119f;  // 448 * 2^-127
-      scale = number ? ue8m0_code(most > least ? most : least) : 0xff;
-      inverse = ptx::as_f32(number ? (254 - scale) << 23 : 0x7fffffffu);
-#pragma unroll
-      for (float& value : x) value = most == 0.0f ? 0.0f : value;
-    }
-#pragma unroll
-    for (float& value : x) value *= inverse;  // exact wherever that matters for a code
-    if (inside) store_e4m3(codes_, x);
-    return scale;
-  }
-
-  __device__ __forceinline__ u32 fp4(float (&x)[kElements], u32 signs, bool inside, float most,
-                                     float factor) const {
-    float quotient[1] = {most};
-    divide(quotient, divisor_, inverse_);
-    u32 scale = ptx::pack_e4m3x2(quotient[0], 0.0f);
-    float divisor = ptx::unpack_e4m3(scale) * given_;
-    // Neither 0, nor so large that it saturates.
-    if (!(usual_ && most <= divisor_ * 1024.0f && scale - 1 < 0x7d)) {
-      most = unusual(x, most, factor);
-      scale = most == 0.0f ? 0 : ptx::pack_e4m3x2(most / divisor_, 0.0f);
-      const float value = ptx::unpack_e4m3(scale);
-      divisor = value == 0.0f ? 0.0f : value * given_;  // not negative, or NaN
-      const bool number = divisor == divisor;
-      if (!(number && divisor > 0.0f && ptx::as_u32(divisor) < soft::kInfinity)) signs = 0;
-#pragma unroll
-      for (float& value : x) value = number ? value : 6.0f;
-      divisor = number ? divisor : 1.0f;
-      tame(x, divisor);
-    }
-    divide(x, divisor, ptx::reciprocal_f32(divisor));
-    if (inside) store_e2m1(codes_, x, signs);
-    return scale;
-  }
-
-  float given_;          // scale of the launch
-  float divisor_;        // by the given scale
-  float inverse_;        // of the divisor
-  bool usual_;           // whether the divisor is
-  float most_ = 0.0f;    // largest |weighted| of the block; of the vector if the scale is given
+  float given_;        // scale of the launch
+  float divisor_;      // first of the block's largest, where the scale is given; then of x_
+  float inverse_;      // of the divisor
+  bool usual_;         // whether the given scale is
+  float most_ = 0.0f;  // largest |weighted| of the block, of the vector if the scale is given; then
+                       // largest |norm|
+  float x_[kElements];   // of the norm; FP4: without signs
+  u32 signs_;            // FP4: of x_, as bits of codes
+  u32 code_;             // of the scale
   u8* codes_;            // where the vector's codes go
   u8* scale_ = nullptr;  // where this lane stores the block's scale
 };

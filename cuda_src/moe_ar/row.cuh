@@ -49,13 +49,12 @@ __device__ __forceinline__ void norm_row(const Params& p, RowReduction& reductio
   const int groups = (p.row_vectors + 31) / 32;
   const auto has_group = [&](int v) { return (column + v * step) / 32 < groups; };
   const auto place = [&](int v) { return offset + v * step * sizeof(Vec16); };
+  const auto inside = [&](int v) { return column + v * step < columns; };
   Norm norm[kVectors];
   const auto prepare = [&](int v) {
     const int own = column + v * step;
-    Gamma late = {};
-    if (!kGammaEarly<kVectors> && own < columns) late.load(p, own);
-    norm[v].prepare(p, token, own, place(v), own < columns, residual[v],
-                    kGammaEarly<kVectors> ? gamma[v] : late);
+    norm[v].prepare(p, token, own, place(v), inside(v), residual[v],
+                    kGammaEarly<kVectors> ? gamma[v] : gamma_of(p, own, inside(v)));
   };
   ptx::warp_sync();
   each<kVectors>([&](int v) {
@@ -68,16 +67,15 @@ __device__ __forceinline__ void norm_row(const Params& p, RowReduction& reductio
     reduction.publish(v * step / 32, own);
   });
   // Not before: the other blocks of the cluster wait for what is published.
-  each<kVectors>([&](int v) {
-    if (kNormEarly && has_group(v)) prepare(v);
-  });
+  if constexpr (kNormEarly) each<kVectors>(prepare);
   const RowTotals row = reduction.collect(groups);
-  each<kVectors>([&](int v) {
-    const bool inside = column + v * step < columns;
-    if (kQuantises ? !has_group(v) : !inside) return;
-    if constexpr (!kNormEarly) prepare(v);
-    norm[v].store(p, place(v), inside, row);
-  });
+  if constexpr (!kNormEarly) each<kVectors>(prepare);
+  const float factor = norm_factor(p, row);
+  bool usual = true;
+  each<kVectors>(
+      [&](int v) { usual &= norm[v].begin(p, place(v), inside(v), factor, row.magnitude); });
+  if (!usual) each<kVectors>([&](int v) { norm[v].detour(p, factor); });
+  each<kVectors>([&](int v) { norm[v].finish(p, inside(v)); });
 }
 
 // The same where a thread holds any number of vectors, one at a time: first all of them are
@@ -88,9 +86,7 @@ __device__ __forceinline__ void publish_one(const Params& p, const RowReduction&
   RowTotals own = {square_sum(residual), 0};
   if constexpr (kRowMax) {
     Norm norm;
-    Gamma gamma = {};
-    if (column < columns) gamma.load(p, column);
-    norm.weigh(p, residual, gamma);
+    norm.weigh(p, residual, gamma_of(p, column, column < columns));
     own.magnitude = norm.magnitude();
   }
   reduction.publish(step, own);
@@ -98,12 +94,13 @@ __device__ __forceinline__ void publish_one(const Params& p, const RowReduction&
 
 __device__ __forceinline__ void store_one(const Params& p, int token, int columns, int column,
                                           const Vec16& residual, const RowTotals& row) {
-  Norm norm;
-  Gamma gamma = {};
-  if (column < columns) gamma.load(p, column);
+  const bool inside = column < columns;
   const u64 offset = row_offset(p, token, column);
-  norm.prepare(p, token, column, offset, column < columns, residual, gamma);
-  norm.store(p, offset, column < columns, row);
+  const float factor = norm_factor(p, row);
+  Norm norm;
+  norm.prepare(p, token, column, offset, inside, residual, gamma_of(p, column, inside));
+  if (!norm.begin(p, offset, inside, factor, row.magnitude)) norm.detour(p, factor);
+  norm.finish(p, inside);
 }
 
 }  // namespace moe_ar

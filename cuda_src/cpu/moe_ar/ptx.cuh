@@ -295,10 +295,12 @@ inline float fma_sat_f32(float a, float b, float c) {
   return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f;
 }
 
+inline float abs_f32(float x) { return __builtin_fabsf(x); }
+
 // |a| or |b|; a NaN, positive and above all numbers in its bits, where there is one.
 inline float max_magnitude_f32(float a, float b) {
   if (a != a || b != b) return std::bit_cast<float>(0x7fffffffu);
-  return __builtin_fmaxf(__builtin_fabsf(a), __builtin_fabsf(b));
+  return __builtin_fmaxf(abs_f32(a), abs_f32(b));
 }
 
 // Into -most..most; a NaN stays one.
