@@ -32,19 +32,22 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   each<kVectors>([&](int v) {
     if (column + v * step >= p.row_vectors) return;
     residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
-    if (kQuantises || p.norm_out != nullptr) gamma[v].load(p, column + v * step);
+    if (norms(p)) gamma[v].load(p, column + v * step);
   });
   session.advance();
   clear_scale_padding(p);
   reduction.begin();
   each<kVectors>([&](int v) {
-    if (column + v * step >= p.row_vectors) return;
-    float total[kElements];
-    session.reduce<kPolled<kVectors>>(at.cluster, column + v * step, own[v], total);
-    residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
+    if (column + v * step < p.row_vectors) {
+      float total[kElements];
+      session.reduce<kPolled<kVectors>>(at.cluster, column + v * step, own[v], total);
+      residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
+    }
+    if (v == kVectors - 1 && p.flags & kTriggerHeard) ptx::pdl_trigger();
+    // At once, while the next vector is on its way.
+    if (norms(p)) publish(p, reduction, column, v * step, residual[v], gamma[v]);
   });
-  if (p.flags & kTriggerHeard) ptx::pdl_trigger();
-  if (!kQuantises && p.norm_out == nullptr) return;
+  if (!norms(p)) return;
   norm_row(p, reduction, at.cluster, p.row_vectors, column, step, offset, residual, gamma);
 }
 
@@ -84,22 +87,25 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     each<kVectors>([&](int v) {
       if (column + v * step >= p.row_vectors) return;
       residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
-      if (kQuantises || p.norm_out != nullptr) gamma[v].load(p, column + v * step);
+      if (norms(p)) gamma[v].load(p, column + v * step);
     });
     each<kVectors>([&](int v) {
-      if (column + v * step >= p.row_vectors) return;
-      float total[kElements];
-      session.reduce<kPolled<kVectors>>(done, column + v * step, own[v], total);
-      residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
+      if (column + v * step < p.row_vectors) {
+        float total[kElements];
+        session.reduce<kPolled<kVectors>>(done, column + v * step, own[v], total);
+        residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
+      }
+      if (norms(p)) publish(p, reduction, column, v * step, residual[v], gamma[v]);
     });
-    if (!kQuantises && p.norm_out == nullptr) continue;
+    if (!norms(p)) continue;
     norm_row(p, reduction, done, p.row_vectors, column, step, offset, residual, gamma);
   }
 }
 
 // As run_rows, but a thread holds several vectors of a row, parked in the own slots in between.
 __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& at) {
-  const int groups = (p.row_vectors + 31) / 32;
+  const int groups = row_groups(p);
+  const int first = at.first_group * 32 + at.lane;
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
@@ -128,19 +134,19 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
         residual = load_residual(p, offset);
         session.reduce<kPolled<2>>(token, column, own, total);
         residual = store_residual(p, offset, total, residual);
-        if (kQuantises || p.norm_out != nullptr) {
+        if (norms(p)) {
           own.v[0] = residual;
           session.keep(token, column, own);
         } else {
           session.restore_kept(token, column);
         }
       }
-      ptx::warp_sync();
-      if (kQuantises || p.norm_out != nullptr) {
-        publish_one(p, reduction, p.row_vectors, column, group - at.first_group, residual);
+      if (norms(p)) {
+        const Gamma gamma = kRowMax ? gamma_of(p, column, column < p.row_vectors) : Gamma{};
+        publish(p, reduction, first, column - first, residual, gamma);
       }
     }
-    if (!kQuantises && p.norm_out == nullptr) continue;
+    if (!norms(p)) continue;
     const RowTotals row = reduction.collect(groups);
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;

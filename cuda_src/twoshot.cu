@@ -125,8 +125,7 @@ class Worker {
     each<kVectors>([&](int v) {
       if (!has(item, v)) return;
       residual_[v] = load_residual(p_, offset_ + bytes(v));
-      if (kGammaEarly<kVectors> && (kQuantises || p_.norm_out != nullptr))
-        gamma_[v].load(p_, column(v));
+      if (kGammaEarly<kVectors> && norms(p_)) gamma_[v].load(p_, column(v));
     });
   }
 
@@ -163,7 +162,10 @@ class Worker {
 
   // Last: the norm. Every thread of the cluster.
   __device__ __forceinline__ void finish(RowReduction& reduction, const Item& item) {
-    if (!kGathers || (!kQuantises && p_.norm_out == nullptr) || item.greeting) return;
+    if (!kGathers || !norms(p_) || item.greeting) return;
+    each<kVectors>([&](int v) {
+      publish(p_, reduction, column_, v * group_step_ * 32, residual_[v], gamma_[v]);
+    });
     norm_row(p_, reduction, item.token, item.columns, column_, group_step_ * 32, offset_, residual_,
              gamma_);
   }
@@ -267,7 +269,8 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
 // As run_rows, but a thread holds any number of vectors of a row, parked in slots in between.
 __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& at) {
   const Deal deal(p, at);
-  const int groups = (p.row_vectors + 31) / 32;
+  const int groups = row_groups(p);
+  const int first = at.first_group * 32 + at.lane;
   RowReduction reduction = row_reduction(p, at);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
@@ -297,7 +300,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
     const Item item = deal.item(step - 1);
     const bool mine = item.owner == p.rank;
     if (item.columns == 0 || !(kGathers || mine)) continue;
-    const bool norm = kGathers && (kQuantises || p.norm_out != nullptr) && !item.greeting;
+    const bool norm = kGathers && norms(p) && !item.greeting;
     for (int group = at.first_group; group < groups; group += at.group_step) {
       const int column = group * 32 + at.lane;
       Vec16 residual = {};
@@ -331,9 +334,9 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
           session.restore_kept(item.token, column);
         }
       }
-      ptx::warp_sync();
       if (norm) {
-        publish_one(p, reduction, item.columns, column, group - at.first_group, residual);
+        const Gamma gamma = kRowMax ? gamma_of(p, column, column < item.columns) : Gamma{};
+        publish(p, reduction, first, column - first, residual, gamma);
       }
     }
     if (!norm) continue;

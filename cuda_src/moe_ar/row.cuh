@@ -28,6 +28,13 @@ struct Placement {
   }
 };
 
+__device__ __forceinline__ int row_groups(const Params& p) { return (p.row_vectors + 31) / 32; }
+
+// Whether the norm of a row is wanted.
+__device__ __forceinline__ bool norms(const Params& p) {
+  return kQuantises || p.norm_out != nullptr;
+}
+
 // Vectors that a thread polls together, as registers allow.
 template <int kVectors>
 inline constexpr int kPolled = kVectors == 1 && kWorldSize <= 8 ? 8 : 4;
@@ -38,16 +45,29 @@ template <int kVectors>
 inline constexpr bool kGammaEarly = kRowMax || kVectors * kWireVectors <= 2;
 inline constexpr bool kNormEarly = kQuantises && kWireVectors == 1;
 
-// The norm of a row of `columns` vectors, of which a thread holds `column`, `column + step`...;
-// `offset` is the first one's in rows of T; gamma is loaded where kGammaEarly. Every thread of the
-// cluster.
+// Gives what a warp has of a row's totals: of the vectors `ahead` columns after its first ones, of
+// which its last lanes' may lie outside of the row, or all. Brings the warp together.
+__device__ __forceinline__ void publish(const Params& p, const RowReduction& reduction, int column,
+                                        int ahead, const Vec16& residual, const Gamma& gamma) {
+  if ((column + ahead) / 32 >= row_groups(p)) return;
+  ptx::warp_sync();
+  RowTotals own = {square_sum(residual), 0};
+  if constexpr (kRowMax) {
+    Norm norm;
+    norm.weigh(p, residual, gamma);
+    own.magnitude = norm.magnitude();
+  }
+  reduction.publish(ahead / 32, own);
+}
+
+// The norm of a row of `columns` vectors that is published, of which a thread holds `column`,
+// `column + step`...; `offset` is the first one's in rows of T; gamma is loaded where kGammaEarly.
+// Every thread of the cluster.
 template <int kVectors>
 __device__ __forceinline__ void norm_row(const Params& p, RowReduction& reduction, int token,
                                          int columns, int column, int step, u64 offset,
                                          const Vec16 (&residual)[kVectors],
                                          const Gamma (&gamma)[kVectors]) {
-  const int groups = (p.row_vectors + 31) / 32;
-  const auto has_group = [&](int v) { return (column + v * step) / 32 < groups; };
   const auto place = [&](int v) { return offset + v * step * sizeof(Vec16); };
   const auto inside = [&](int v) { return column + v * step < columns; };
   Norm norm[kVectors];
@@ -56,19 +76,9 @@ __device__ __forceinline__ void norm_row(const Params& p, RowReduction& reductio
     norm[v].prepare(p, token, own, place(v), inside(v), residual[v],
                     kGammaEarly<kVectors> ? gamma[v] : gamma_of(p, own, inside(v)));
   };
-  ptx::warp_sync();
-  each<kVectors>([&](int v) {
-    if (!has_group(v)) return;
-    RowTotals own = {square_sum(residual[v]), 0};
-    if constexpr (kRowMax) {
-      norm[v].weigh(p, residual[v], gamma[v]);
-      own.magnitude = norm[v].magnitude();
-    }
-    reduction.publish(v * step / 32, own);
-  });
-  // Not before: the other blocks of the cluster wait for what is published.
+  // Not before all is published: the other blocks of the cluster wait for that.
   if constexpr (kNormEarly) each<kVectors>(prepare);
-  const RowTotals row = reduction.collect(groups);
+  const RowTotals row = reduction.collect(row_groups(p));
   if constexpr (!kNormEarly) each<kVectors>(prepare);
   const float factor = norm_factor(p, row);
   bool usual = true;
@@ -78,20 +88,7 @@ __device__ __forceinline__ void norm_row(const Params& p, RowReduction& reductio
   each<kVectors>([&](int v) { norm[v].finish(p, inside(v)); });
 }
 
-// The same where a thread holds any number of vectors, one at a time: first all of them are
-// published, then all are stored. Whole warps.
-__device__ __forceinline__ void publish_one(const Params& p, const RowReduction& reduction,
-                                            int columns, int column, int step,
-                                            const Vec16& residual) {
-  RowTotals own = {square_sum(residual), 0};
-  if constexpr (kRowMax) {
-    Norm norm;
-    norm.weigh(p, residual, gamma_of(p, column, column < columns));
-    own.magnitude = norm.magnitude();
-  }
-  reduction.publish(step, own);
-}
-
+// The same for one vector of a thread that holds any number of them.
 __device__ __forceinline__ void store_one(const Params& p, int token, int columns, int column,
                                           const Vec16& residual, const RowTotals& row) {
   const bool inside = column < columns;
