@@ -682,7 +682,7 @@ def plot(rows: Sequence[dict[str, Any]], png: Path) -> None:
     axis.set_xlabel("ms between the first and the last rank's coming")
     axis.set_ylabel("launches")
     axis.grid(True, axis="y", alpha=0.3)
-    axis.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     axis.set_title("Launches under skew", fontsize=10)
     figure.savefig(png, dpi=130)
     pyplot.close(figure)
