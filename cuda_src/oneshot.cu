@@ -8,6 +8,12 @@
 namespace moe_ar {
 namespace {
 
+// Whether a vector is published while the thread's next one is on its way: 9.66 in place of 9.82 us
+// at 128 tokens. A single one is published after the loop, where the compiler happens to order the
+// gather better: 4.1 and 6.3 us in place of 4.3 and 6.5 at 16 and 64 tokens.
+template <int kVectors>
+inline constexpr bool kPublishEarly = kVectors > 1;
+
 // A cluster holds one row, a thread `kVectors` vectors of it in registers: nothing but what a
 // decode step needs.
 template <int kVectors>
@@ -43,11 +49,13 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
       session.reduce<kPolled<kVectors>>(at.cluster, column + v * step, own[v], total);
       residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
     }
-    if (v == kVectors - 1 && p.flags & kTriggerHeard) ptx::pdl_trigger();
-    // At once, while the next vector is on its way.
-    if (norms(p)) publish(p, reduction, column, v * step, residual[v], gamma[v]);
+    if (kPublishEarly<kVectors> && norms(p)) {
+      publish(p, reduction, column, v * step, residual[v], gamma[v]);
+    }
   });
+  if (p.flags & kTriggerHeard) ptx::pdl_trigger();
   if (!norms(p)) return;
+  if (!kPublishEarly<kVectors>) publish(p, reduction, column, 0, residual[0], gamma[0]);
   norm_row(p, reduction, at.cluster, p.row_vectors, column, step, offset, residual, gamma);
 }
 
@@ -95,9 +103,12 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
         session.reduce<kPolled<kVectors>>(done, column + v * step, own[v], total);
         residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
       }
-      if (norms(p)) publish(p, reduction, column, v * step, residual[v], gamma[v]);
+      if (kPublishEarly<kVectors> && norms(p)) {
+        publish(p, reduction, column, v * step, residual[v], gamma[v]);
+      }
     });
     if (!norms(p)) continue;
+    if (!kPublishEarly<kVectors>) publish(p, reduction, column, 0, residual[0], gamma[0]);
     norm_row(p, reduction, done, p.row_vectors, column, step, offset, residual, gamma);
   }
 }

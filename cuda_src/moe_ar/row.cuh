@@ -49,8 +49,8 @@ inline constexpr bool kNormEarly = kQuantises && kWireVectors == 1;
 // which its last lanes' may lie outside of the row, or all. Brings the warp together.
 __device__ __forceinline__ void publish(const Params& p, const RowReduction& reduction, int column,
                                         int ahead, const Vec16& residual, const Gamma& gamma) {
-  if ((column + ahead) / 32 >= row_groups(p)) return;
   ptx::warp_sync();
+  if ((column + ahead) / 32 >= row_groups(p)) return;
   RowTotals own = {square_sum(residual), 0};
   if constexpr (kRowMax) {
     Norm norm;
