@@ -185,16 +185,17 @@ __device__ __forceinline__ void clear_scale_padding(const Params& p) {
     // same.
     const u32 row = first % 32;
     const u32 taken = rows > row ? (rows - row + 31) / 32 : 0;
-    const bool all = taken == 0, odd = taken % 2 != 0, last_two = taken - 1 < 2;
+    const bool store[4] = {taken == 0, taken == 1, taken - 1 < 2, taken - 1 < 3};
     // Without branches, so that a thread's stores do not wait for each other's addresses; rolled
     // where registers are short.
     [[maybe_unused]] constexpr int kUnroll = kWireVectors == 1 ? 4 : 1;
 #pragma unroll kUnroll
     for (u32 i = first; i < tiles * 32; i += threads) {
       u8* to = begin + i * sizeof(Vec16);
-      if (all) ptx::st_v4(to, Vec16{});
-      if (odd) ptx::st_u32(to + taken * 4, 0);
-      if (last_two) ptx::st_v2(to + 8, 0, 0);
+      if (store[0]) ptx::st_v4(to, Vec16{});
+      if (store[1]) ptx::st_u32(to + 4, 0);
+      if (store[2]) ptx::st_u32(to + 8, 0);
+      if (store[3]) ptx::st_u32(to + 12, 0);
     }
   }
 }
