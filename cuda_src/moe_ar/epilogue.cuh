@@ -85,8 +85,8 @@ __device__ __forceinline__ Gamma gamma_of(const Params& p, int column, bool insi
   return gamma;
 }
 
-// A vector of the norm, in two steps: what does not need the row's totals is done before they are
-// waited for. Every lane of a warp, those outside of the row too, with zeros.
+// A vector of the norm, in steps: prepare has what does not need the row's totals, so that it is
+// done before they are waited for. Every lane of a warp, those outside of the row too, with zeros.
 class Norm {
  public:
   __device__ __forceinline__ void weigh(const Params& p, const Vec16& residual,
