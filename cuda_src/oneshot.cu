@@ -27,36 +27,29 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
   Session session(p);
 
+  RowEpilogue<kVectors> row(p, column, step);
   Payload own[kVectors] = {};
-  Vec16 residual[kVectors] = {};
-  Gamma gamma[kVectors] = {};
   each<kVectors>([&](int v) {
-    if (column + v * step >= p.row_vectors) return;
+    if (row.column(v) >= p.row_vectors) return;
     own[v] = produce(part, v * step * sizeof(Vec16));
-    session.push(at.cluster, column + v * step, own[v]);
+    session.push(at.cluster, row.column(v), own[v]);
   });
-  each<kVectors>([&](int v) {
-    if (column + v * step >= p.row_vectors) return;
-    residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
-    if (norms(p)) gamma[v].load(p, column + v * step);
-  });
+  row.begin(at.cluster, p.row_vectors, offset);
   session.advance();
   clear_scale_padding(p);
   reduction.begin();
   each<kVectors>([&](int v) {
-    if (column + v * step < p.row_vectors) {
+    if (row.column(v) < p.row_vectors) {
       float total[kElements];
-      session.reduce<kPolled<kVectors>>(at.cluster, column + v * step, own[v], total);
-      residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
+      session.reduce<kPolled<kVectors>>(at.cluster, row.column(v), own[v], total);
+      row.take(v, total);
     }
-    if (kPublishEarly<kVectors> && norms(p)) {
-      publish(p, reduction, column, v * step, residual[v], gamma[v]);
-    }
+    if (kPublishEarly<kVectors> && norms(p)) row.publish(reduction, v);
   });
   if (p.flags & kTriggerHeard) ptx::pdl_trigger();
   if (!norms(p)) return;
-  if (!kPublishEarly<kVectors>) publish(p, reduction, column, 0, residual[0], gamma[0]);
-  norm_row(p, reduction, at.cluster, p.row_vectors, column, step, offset, residual, gamma);
+  if (!kPublishEarly<kVectors>) row.publish(reduction, 0);
+  row.finish(reduction, p.row_vectors);
 }
 
 // A cluster holds one row after the other. It pushes a row ahead of the one that it finishes, so
@@ -89,27 +82,19 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
       reduction.begin();
       continue;
     }
-    const u64 offset = row_offset(p, done, column);
-    Vec16 residual[kVectors] = {};
-    Gamma gamma[kVectors] = {};
+    RowEpilogue<kVectors> row(p, column, step);
+    row.begin(done, p.row_vectors, row_offset(p, done, column));
     each<kVectors>([&](int v) {
-      if (column + v * step >= p.row_vectors) return;
-      residual[v] = load_residual(p, offset + v * step * sizeof(Vec16));
-      if (norms(p)) gamma[v].load(p, column + v * step);
-    });
-    each<kVectors>([&](int v) {
-      if (column + v * step < p.row_vectors) {
+      if (row.column(v) < p.row_vectors) {
         float total[kElements];
-        session.reduce<kPolled<kVectors>>(done, column + v * step, own[v], total);
-        residual[v] = store_residual(p, offset + v * step * sizeof(Vec16), total, residual[v]);
+        session.reduce<kPolled<kVectors>>(done, row.column(v), own[v], total);
+        row.take(v, total);
       }
-      if (kPublishEarly<kVectors> && norms(p)) {
-        publish(p, reduction, column, v * step, residual[v], gamma[v]);
-      }
+      if (kPublishEarly<kVectors> && norms(p)) row.publish(reduction, v);
     });
     if (!norms(p)) continue;
-    if (!kPublishEarly<kVectors>) publish(p, reduction, column, 0, residual[0], gamma[0]);
-    norm_row(p, reduction, done, p.row_vectors, column, step, offset, residual, gamma);
+    if (!kPublishEarly<kVectors>) row.publish(reduction, 0);
+    row.finish(reduction, p.row_vectors);
   }
 }
 
@@ -152,10 +137,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
           session.restore_kept(token, column);
         }
       }
-      if (norms(p)) {
-        const Gamma gamma = kRowMax ? gamma_of(p, column, column < p.row_vectors) : Gamma{};
-        publish(p, reduction, first, column - first, residual, gamma);
-      }
+      if (norms(p)) publish_one(p, reduction, first, column, residual);
     }
     if (!norms(p)) continue;
     const RowTotals row = reduction.collect(groups);
@@ -164,7 +146,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
       Vec16 residual = {};
       if (column < p.row_vectors) residual = session.kept(token, column).v[0];
       ptx::warp_sync();
-      store_one(p, token, p.row_vectors, column, residual, row);
+      store_one(p, token, column, residual, row);
       if (column < p.row_vectors) session.restore_kept(token, column);
     }
   }

@@ -89,7 +89,8 @@ class Worker {
   __device__ __forceinline__ Worker(const Params& p, const Placement& at)
       : p_(p),
         group_step_(ptx::settled(at.group_step)),
-        column_(ptx::settled(at.first_group * 32 + at.lane)) {}
+        column_(ptx::settled(at.first_group * 32 + at.lane)),
+        row_(p, column_, group_step_ * 32) {}
 
   __device__ __forceinline__ int column(int v) const { return column_ + v * group_step_ * 32; }
   __device__ __forceinline__ bool has(const Item& item, int v) const {
@@ -121,12 +122,7 @@ class Worker {
   // Then: what the norm needs besides the total.
   __device__ __forceinline__ void load(const Item& item) {
     if (!kGathers || item.greeting) return;
-    offset_ = row_offset(p_, item.token, column_);
-    each<kVectors>([&](int v) {
-      if (!has(item, v)) return;
-      residual_[v] = load_residual(p_, offset_ + bytes(v));
-      if (kGammaEarly<kVectors> && norms(p_)) gamma_[v].load(p_, column(v));
-    });
+    row_.begin(item.token, item.columns, row_offset(p_, item.token, column_));
   }
 
   // Then: the totals of an own item, sent to every peer.
@@ -163,11 +159,8 @@ class Worker {
   // Last: the norm. Every thread of the cluster.
   __device__ __forceinline__ void finish(RowReduction& reduction, const Item& item) {
     if (!kGathers || !norms(p_) || item.greeting) return;
-    each<kVectors>([&](int v) {
-      publish(p_, reduction, column_, v * group_step_ * 32, residual_[v], gamma_[v]);
-    });
-    norm_row(p_, reduction, item.token, item.columns, column_, group_step_ * 32, offset_, residual_,
-             gamma_);
+    each<kVectors>([&](int v) { row_.publish(reduction, v); });
+    row_.finish(reduction, item.columns);
   }
 
  private:
@@ -179,15 +172,13 @@ class Worker {
     if (item.greeting) return;
     float total[kElements];
     from_wire(payload, total);
-    residual_[v] = store_residual(p_, offset_ + bytes(v), total, residual_[v]);
+    row_.take(v, total);
   }
 
   const Params& p_;
   int group_step_;
   int column_;
-  u64 offset_ = 0;
-  Vec16 residual_[kVectors] = {};
-  Gamma gamma_[kVectors] = {};
+  RowEpilogue<kVectors> row_;
 };
 
 // Without a gather there is no norm, and no cluster needs to meet.
@@ -334,10 +325,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
           session.restore_kept(item.token, column);
         }
       }
-      if (norm) {
-        const Gamma gamma = kRowMax ? gamma_of(p, column, column < item.columns) : Gamma{};
-        publish(p, reduction, first, column - first, residual, gamma);
-      }
+      if (norm) publish_one(p, reduction, first, column, residual);
     }
     if (!norm) continue;
     const RowTotals row = reduction.collect(groups);
@@ -346,7 +334,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
       Vec16 residual = {};
       if (column < item.columns) residual = session.kept(item.token, column).v[0];
       ptx::warp_sync();
-      store_one(p, item.token, item.columns, column, residual, row);
+      store_one(p, item.token, column, residual, row);
       if (column < item.columns) session.restore_kept(item.token, column);
     }
   }

@@ -85,10 +85,16 @@ __device__ __forceinline__ Gamma gamma_of(const Params& p, int column, bool insi
   return gamma;
 }
 
-// A vector of the norm, in steps: prepare has what does not need the row's totals, so that it is
-// done before they are waited for. Every lane of a warp, those outside of the row too, with zeros.
+// A vector of the norm, in steps. Those before `begin` need no totals of the row, so that they can
+// be done before those are waited for. Every lane of a warp, those outside of the row too, with
+// zeros.
 class Norm {
  public:
+  __device__ __forceinline__ void place(const Params& p, int token, int column, u64 offset,
+                                        bool inside) {
+    if constexpr (kQuantises) quantiser_.place(p, token, column, offset, inside);
+  }
+
   __device__ __forceinline__ void weigh(const Params& p, const Vec16& residual,
                                         const Gamma& gamma) {
     float weight[kElements];
@@ -98,18 +104,23 @@ class Norm {
     for (int i = 0; i < kElements; ++i) weighted_[i] *= p.weight_bias + weight[i];
   }
 
-  // What the vector adds to the row's largest magnitude, once it is weighed.
+  // The vector's largest magnitude, its bits.
   __device__ __forceinline__ u32 magnitude() const { return ptx::as_u32(largest_of(weighted_)); }
 
-  __device__ __forceinline__ void prepare(const Params& p, int token, int column, u64 offset,
-                                          bool inside, const Vec16& residual, const Gamma& gamma) {
-    weigh(p, residual, gamma);
-    if constexpr (kQuantises) {
-      quantiser_.prepare(p, token, column, offset, inside, weighted_, gamma.given);
-    }
+  // `magnitude` is the largest of the vector's block.
+  __device__ __forceinline__ void prepare(u32 magnitude, const Gamma& gamma) {
+    if constexpr (kQuantises) quantiser_.prepare(ptx::as_f32(magnitude), gamma.given);
   }
 
-  // Once they are there, first this, then detour for a thread with any vector that is told to take
+  // All of that, at once.
+  __device__ __forceinline__ void prepare(const Params& p, int token, int column, u64 offset,
+                                          bool inside, const Vec16& residual, const Gamma& gamma) {
+    place(p, token, column, offset, inside);
+    weigh(p, residual, gamma);
+    if constexpr (kQuantises) prepare(largest_of_block(magnitude()), gamma);
+  }
+
+  // With the totals first this, then detour for a thread with any vector that is told to take
   // it, then finish.
   __device__ __forceinline__ bool begin(const Params& p, u64 offset, bool inside, float factor,
                                         u32 row_magnitude) {

@@ -16,9 +16,10 @@ constexpr bool kGivenScale = kQuant == Quant::kFp8Static || kQuant == Quant::kNv
 constexpr bool kFp4 = kQuant == Quant::kNvfp4;
 constexpr bool kGroups = kQuant == Quant::kFp8PerTokenGroup;
 constexpr bool kSwizzles = kQuant == Quant::kNvfp4 || kQuant == Quant::kMxfp8;
+constexpr bool kBlocks = kGroups || kSwizzles;  // a scale for each block
 constexpr int kBlockElements = kGroups ? 128 : kQuant == Quant::kMxfp8 ? 32 : 16;
-constexpr u32 kBlockLanes = kBlockElements / kElements;  // where a scale has a block
-constexpr u32 kCodeBytes = kElements / (kFp4 ? 2 : 1);   // of a vector
+constexpr u32 kBlockLanes = kBlocks ? kBlockElements / kElements : 1;
+constexpr u32 kCodeBytes = kElements / (kFp4 ? 2 : 1);  // of a vector
 
 // The scale that a launch is given.
 __device__ __forceinline__ float given_scale(const Params& p) {
@@ -208,14 +209,13 @@ __device__ __forceinline__ float largest_of(const float (&x)[kElements]) {
   return most;
 }
 
-// Of the vectors of the block. Every lane of the warp.
-__device__ __forceinline__ float largest_of_block(float most) {
-  u32 bits = ptx::as_u32(most);
+// Of the vectors of the block, its bits. Every lane of the warp.
+__device__ __forceinline__ u32 largest_of_block(u32 most) {
 #pragma unroll
   for (u32 step = 1; step < kBlockLanes; step *= 2) {
-    bits = ptx::max_u32(bits, ptx::shfl_xor_u32(bits, step));
+    most = ptx::max_u32(most, ptx::shfl_xor_u32(most, step));
   }
-  return ptx::as_f32(bits);
+  return most;
 }
 
 // Makes quant_out and scale_out of a vector of the norm. Every lane of a warp, those outside of the
@@ -223,29 +223,31 @@ __device__ __forceinline__ float largest_of_block(float most) {
 // thread do not wait for each other; any others send them all on a detour.
 class Quantiser {
  public:
-  // What can be done before the row's totals are there. `weighted` times the row's factor is the
-  // norm; `offset` is the vector's in rows of T.
-  __device__ __forceinline__ void prepare(const Params& p, int token, int column, u64 offset,
-                                          bool inside, const float (&weighted)[kElements],
-                                          float given) {
+  // Where everything goes; `offset` is the vector's in rows of T.
+  __device__ __forceinline__ void place(const Params& p, int token, int column, u64 offset,
+                                        bool inside) {
     const u32 row = static_cast<u32>(token);
     codes_ = static_cast<u8*>(p.quant_out) + offset / sizeof(Vec16) * kCodeBytes;
+    scale_ = nullptr;
+    if constexpr (kQuant == Quant::kFp8PerToken) {
+      if (inside && column == 0) scale_ = ptx::at(static_cast<u8*>(p.scale_out), row, 4);
+    } else if constexpr (kBlocks) {
+      if (!inside || static_cast<u32>(column) % kBlockLanes != 0) return;
+      const ScalePlaces places(p);
+      scale_ = places(row, static_cast<u32>(column) / kBlockLanes);
+      places.clear_beyond(row, static_cast<u32>(column) / kBlockLanes);
+    }
+  }
+
+  // Then what else needs no totals of the row. `most` is the largest |weighted| of the block, of
+  // the vector where the scale is given; times the row's factor that is the norm.
+  __device__ __forceinline__ void prepare(float most, float given) {
+    most_ = most;
     if constexpr (kGivenScale) {
       given_ = given;
       divisor_ = kFp4 ? 6.0f * given_ : given_;
       usual_ = divisor_ >= 0x1p-70f && divisor_ <= 0x1p70f;
       inverse_ = ptx::reciprocal_f32(usual_ ? divisor_ : 1.0f);
-    }
-    if constexpr (kQuant == Quant::kFp8PerToken) {
-      if (inside && column == 0) scale_ = ptx::at(static_cast<u8*>(p.scale_out), row, 4);
-    } else if constexpr (kQuant == Quant::kFp8Static) {
-      most_ = largest_of(weighted);
-    } else {
-      most_ = largest_of_block(largest_of(weighted));
-      if (!inside || static_cast<u32>(column) % kBlockLanes != 0) return;
-      const ScalePlaces places(p);
-      scale_ = places(row, static_cast<u32>(column) / kBlockLanes);
-      places.clear_beyond(row, static_cast<u32>(column) / kBlockLanes);
     }
   }
 
@@ -350,23 +352,23 @@ class Quantiser {
     float most = most_;
     // Of infinity times 0 and times more the former is the larger one.
     if (kQuant != Quant::kFp8PerToken && ptx::as_u32(factor) == soft::kInfinity) {
-      most = largest_of_block(largest_of(x_));
+      most = ptx::as_f32(largest_of_block(ptx::as_u32(largest_of(x_))));
     }
     const u32 bits = ptx::as_u32(most) & 0x7fffffffu;
     return ptx::as_f32(bits == soft::kInfinity ? soft::kInfinity - 1 : bits);
   }
 
-  float given_;        // scale of the launch
-  float divisor_;      // first of the block's largest, where the scale is given; then of x_
-  float inverse_;      // of the divisor
-  bool usual_;         // whether the given scale is
-  float most_ = 0.0f;  // largest |weighted| of the block, of the vector if the scale is given; then
-                       // largest |norm|
-  float x_[kElements];   // of the norm; FP4: without signs
-  u32 signs_;            // FP4: of x_, as bits of codes
-  u32 code_;             // of the scale
-  u8* codes_;            // where the vector's codes go
-  u8* scale_ = nullptr;  // where this lane stores the block's scale
+  float given_;    // scale of the launch
+  float divisor_;  // first of the block's largest, where the scale is given; then of x_
+  float inverse_;  // of the divisor
+  bool usual_;     // whether the given scale is
+  float most_;     // largest |weighted| of the block, of the vector if the scale is given; then
+                   // largest |norm|
+  float x_[kElements];  // of the norm; FP4: without signs
+  u32 signs_;           // FP4: of x_, as bits of codes
+  u32 code_;            // of the scale
+  u8* codes_;           // where the vector's codes go
+  u8* scale_;           // where this lane stores the block's scale, or null
 };
 
 }  // namespace moe_ar

@@ -29,11 +29,21 @@ struct RowSums {
   ptx::TxBarrier ready[2];
 };
 
-// Sum over the 32 lanes, the same bits in each: a + b = b + a.
-__device__ __forceinline__ float warp_sum(float x) {
+// Sum over the 32 lanes, the same bits in each: a + b = b + a. Meanwhile `most` becomes the largest
+// of each kLanes lanes.
+template <u32 kLanes>
+__device__ __forceinline__ float warp_sum(float x, u32& most) {
 #pragma unroll
-  for (u32 mask = 16; mask > 0; mask >>= 1) x += ptx::shfl_xor_f32(x, mask);
+  for (u32 mask = 16; mask > 0; mask >>= 1) {
+    x += ptx::shfl_xor_f32(x, mask);
+    if (mask < kLanes) most = ptx::max_u32(most, ptx::shfl_xor_u32(most, mask));
+  }
   return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+  u32 none = 0;
+  return warp_sum<1>(x, none);
 }
 
 // Every thread of every block of the cluster makes the same calls in the same order.
@@ -65,12 +75,16 @@ class RowReduction {
     if (blocks_ > 1) ptx::cluster_wait();
   }
 
-  // A converged warp gives what its lanes have of the group `step` after its first.
-  __device__ __forceinline__ void publish(int step, const RowTotals& own) const {
-    const u32 sum = ptx::as_u32(warp_sum(own.square_sum));
+  // A converged warp gives what its lanes have of the group `step` after its first. Returns the
+  // largest magnitude of each kLanes lanes.
+  template <u32 kLanes = 1>
+  __device__ __forceinline__ u32 publish(int step, const RowTotals& own) const {
+    u32 magnitude = own.magnitude;
+    const u32 sum = ptx::as_u32(warp_sum<kLanes>(own.square_sum, magnitude));
     const u32 offset = (half() * kMaxRowGroups + step) * 4;
     send(offset, sum);
     if constexpr (kRowMax) send(offset + kMagnitudes, ptx::warp_max_u32(own.magnitude));
+    return magnitude;
   }
 
   // The row's totals, once every group of it is published. Ends the row.
