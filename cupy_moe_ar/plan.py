@@ -74,6 +74,10 @@ class KernelLimits:
         """Return the most clusters of a launch of this shape."""
         return min(self.resident_clusters.get(shape, 0), MAX_GRID_BLOCKS // shape.cluster_blocks)
 
+    def rounds(self, shape: LaunchShape, token_num: int) -> int:
+        """Return how many rows a cluster of such a launch takes in turn."""
+        return -(-token_num // self.clusters(shape))
+
 
 def crossover_bytes(world_size: int, *, gathers: bool = False) -> int:
     """Return the payload (tokens x hidden_dim x wire item) up to which one-shot is chosen unasked.
@@ -167,7 +171,7 @@ def plan_rows(
     elif shape not in candidates:
         raise ValueError(f"launch_shape must be one of {candidates}; got {shape}")
     most = limits.clusters(shape)
-    rounds = -(-token_num // most)
+    rounds = limits.rounds(shape, token_num)
     clusters = -(-token_num // rounds)  # the same number of rows each, or one less
     if protocol != "oneshot" and clusters < token_num:
         clusters = min(-(-clusters // world_size), most // world_size) * world_size or clusters
@@ -190,13 +194,21 @@ def _choose(
     that out: 8 CTAs, a vector a thread 11.0 / 12.1 / 13.8 / 16.2 at 140 / 156 / 176 / 200 tokens,
     2 CTAs, two vectors 12.3 / 13.5 / 14.5 / 15.9. Dense rows need no hiding: at 512 tokens 25.2
     against 27.2 in one-shot, 25.6 against 28.5 in two-shot.
+
+    Where smaller pieces are resident for more rows, so that these take fewer turns, that is worth
+    more than large ones: hidden 6144 on one H200 alone (world size 1), two vectors a thread, 4 / 2
+    CTAs take 13.6 / 16.9 at 265 tokens (2 and 3 turns), 19.8 / 22.4 at 400 (3 and 4), 25.3 / 24.8
+    at 512 (4 each).
     """
 
-    def first(kernel: str, blocks: int) -> LaunchShape | None:
-        shapes = [shape for shape in candidates if shape.kernel == kernel]
-        return min(shapes, key=lambda s: abs(s.cluster_blocks - blocks), default=None)
+    def first(kernel: str, blocks: int, *, rounds: bool = False) -> LaunchShape | None:
+        def rank(s: LaunchShape) -> tuple[int, int]:
+            return limits.rounds(s, token_num) if rounds else 0, abs(s.cluster_blocks - blocks)
 
-    pair = first("rows2", 2)
+        shapes = [shape for shape in candidates if shape.kernel == kernel]
+        return min(shapes, key=rank, default=None)
+
+    pair = first("rows2", 2, rounds=True)
     spread = dense or (pair is not None and token_num <= _SPREAD * limits.clusters(pair))
     many = (first("rows", 8), pair) if spread else (pair, first("rows", 2))
     for shape in (first("row", 8), first("row2", 2), *many):

@@ -131,6 +131,16 @@ def test_choice_over_token_counts(dense: bool) -> None:
         assert plan_rows(tokens, 896, HOPPER, dense=dense).shape == shape, tokens
 
 
+def test_fewer_turns_are_worth_smaller_pieces() -> None:
+    two, four = (LaunchShape(blocks, 384 // blocks, "rows2") for blocks in (2, 4))
+    held = KernelLimits({two: 132, four: 160}, 132)
+    best = {264: two, 265: four, 320: four, 321: two, 400: four, 512: two}
+    for tokens, shape in best.items():
+        plan = plan_rows(tokens, 768, held)
+        assert plan.shape == shape, tokens
+        assert -(-tokens * shape.cluster_blocks // plan.grid_blocks) == held.rounds(shape, tokens)
+
+
 def test_sizes_are_exact_beyond_32_bits() -> None:
     assert slab_bytes(epoch_bytes(2, 131072 * 4096 * 2, 131072 * 4096 * 2)) == 2**32 + (2 << 20)
     for size in (1, 3, 16):

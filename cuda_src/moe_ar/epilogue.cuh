@@ -130,7 +130,8 @@ class Norm {
     const Vec16 norm = pack<kDType>(x);
     if (inside && (!kQuantises || p.norm_out != nullptr)) store_vector(p.norm_out, offset, norm);
     if constexpr (!kQuantises) return true;
-    return quantiser_.begin(p, norm, factor, ptx::as_f32(row_magnitude));
+    // What lies outside of the row, zeros, sends nobody on the detour.
+    return quantiser_.begin(p, norm, factor, ptx::as_f32(row_magnitude)) || !inside;
   }
 
   __device__ __forceinline__ void detour(const Params& p, float factor) {
