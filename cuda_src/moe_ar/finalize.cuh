@@ -79,28 +79,24 @@ class Finalize {
   __device__ __forceinline__ void operator()(u32 ahead, float (&partial)[kElements]) const {
     float routed[kElements] = {};
     Vec16 shared = {};
-    for (int begin = 0; begin < top_k_; begin += kRouteChunk) {
-      Routes routes = load_routes(begin);
-      if (begin == 0 && shared_ != nullptr) shared = ptx::ld_once_v4(shared_ + ahead);
-      float pair[kRouteChunk / 2][kElements];
-#pragma unroll
-      for (int first = 0; first < kRouteChunk; first += kInFlight) {
-        Vec16 row[kInFlight];
-#pragma unroll
-        for (int k = 0; k < kInFlight; ++k) {
-          row[k] = Vec16{};
-          if (routes.index[first + k] < num_rows_) {
-            row[k] = ptx::ld_once_v4(ptx::at(rows_ + ahead, routes.index[first + k], row_bytes_));
-          } else {
-            routes.scale[first + k] = 0.0f;  // it may be NaN
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kInFlight; k += 2) {
-          weigh_pair(routes.scale + first + k, row + k, pair[(first + k) / 2]);
-        }
+    // In a loop that begins with the routes the compiler has their loads wait for all loads before
+    // it, the session's too: 3.35 in place of 3.24 us at 1 token. Elsewhere this way takes too many
+    // registers: 15.5 in place of 14.6 us at 256 tokens (both on one H200).
+    if constexpr (kInFlight == kRouteChunk) {
+      Routes routes = load_routes(0);
+      if (shared_ != nullptr) shared = ptx::ld_once_v4(shared_ + ahead);
+#pragma unroll 1
+      for (int begin = kRouteChunk;; begin += kRouteChunk) {
+        add_chunk(routes, ahead, routed);
+        if (begin >= top_k_) break;
+        routes = load_routes(begin);
       }
-      add_pairs(pair, routed);
+    } else {
+      for (int begin = 0; begin < top_k_; begin += kRouteChunk) {
+        const Routes routes = load_routes(begin);
+        if (begin == 0 && shared_ != nullptr) shared = ptx::ld_once_v4(shared_ + ahead);
+        add_chunk(routes, ahead, routed);
+      }
     }
     unpack<kDType>(shared, partial);
 #pragma unroll
@@ -110,6 +106,29 @@ class Finalize {
   }
 
  private:
+  __device__ __forceinline__ void add_chunk(Routes routes, u32 ahead,
+                                            float (&sum)[kElements]) const {
+    float pair[kRouteChunk / 2][kElements];
+#pragma unroll
+    for (int first = 0; first < kRouteChunk; first += kInFlight) {
+      Vec16 row[kInFlight];
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        row[k] = Vec16{};
+        if (routes.index[first + k] < num_rows_) {
+          row[k] = ptx::ld_once_v4(ptx::at(rows_ + ahead, routes.index[first + k], row_bytes_));
+        } else {
+          routes.scale[first + k] = 0.0f;  // it may be NaN
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kInFlight; k += 2) {
+        weigh_pair(routes.scale + first + k, row + k, pair[(first + k) / 2]);
+      }
+    }
+    add_pairs(pair, sum);
+  }
+
   // The token's routes from `begin` on; past its last they are out of range.
   __device__ __forceinline__ Routes load_routes(int begin) const {
     Routes routes;
