@@ -23,9 +23,10 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
   const Part<8> part(p, at.cluster, column);
   const u64 offset = ptx::settled(row_offset(p, at.cluster, column));
+  Session session(p);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
-  Session session(p);
+  session.begin();
 
   RowEpilogue<kVectors> row(p, column, step);
   Payload own[kVectors] = {};
@@ -59,9 +60,10 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   const int column = ptx::settled(at.first_group * 32 + at.lane);
   const int step = ptx::settled(at.group_step * 32);
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
+  Session session(p);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
-  Session session(p);
+  session.begin();
 
   Payload ahead[kVectors] = {};
   // One step more than rows: a step produces its row and finishes the one before.
@@ -103,9 +105,10 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
   const int groups = row_groups(p);
   const int first = at.first_group * 32 + at.lane;
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
+  Session session(p);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
-  Session session(p);
+  session.begin();
 
   for (int token = at.cluster; token < p.token_num; token += at.clusters) {
     for (int group = at.first_group; group < groups; group += at.group_step) {

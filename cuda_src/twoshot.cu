@@ -197,9 +197,10 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   Worker<kVectors> worker(p, at);
   RowReduction reduction = row_reduction(p, at);
   const auto part = worker.template part<8>(item);
+  Session session(p, slot_rows(deal));
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
-  Session session(p, slot_rows(deal));
+  session.begin();
 
   Payload own[kVectors] = {};
   worker.send(session, item, part, own);
@@ -224,9 +225,10 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   const Deal deal(p, at);
   Worker<kVectors> worker(p, at);
   RowReduction reduction = row_reduction(p, at);
+  Session session(p, slot_rows(deal));
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
-  Session session(p, slot_rows(deal));
+  session.begin();
 
   Payload ahead[kVectors] = {};
   const int steps = deal.steps();
@@ -263,9 +265,10 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
   const int groups = row_groups(p);
   const int first = at.first_group * 32 + at.lane;
   RowReduction reduction = row_reduction(p, at);
+  Session session(p, slot_rows(deal));
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
-  Session session(p, slot_rows(deal));
+  session.begin();
 
   const int steps = deal.steps();
   for (int step = 0; step <= steps; ++step) {

@@ -52,15 +52,25 @@ __device__ __forceinline__ Vec16 filled(u32 word) { return {{word, word, word, w
 // a token as its owner counts it, and totals have slots by token behind those of parts.
 class Session {
  public:
-  // After pdl_wait. A writer has slots for `rows` rows.
+  // Before pdl_wait. A writer has slots for `rows` rows.
   __device__ __forceinline__ Session(const Params& p, int rows)
       : p_(p), row_bytes_(static_cast<u32>(p.row_vectors) * sizeof(Vec16)), rows_(rows) {
-    epoch_ = ptx::ld_relaxed_gpu_u32(&p.control->epoch[ptx::block_index()]);
-    broken_ = ptx::ld_relaxed_gpu_u32(&p.control->broken);
-    own_slab_ = slab(p.rank);
-    if constexpr (kHoldPeers) {
+    epoch_place_ = ptx::settled(&p.control->epoch[ptx::block_index()]);
+    broken_place_ = ptx::settled(&p.control->broken);
 #pragma unroll
-      for (int step = 1; step < kWorldSize; ++step) peers_[step - 1] = slab(peer_at(step));
+    for (int step = 0; step < kHeldSlabs; ++step) {
+      slab_places_[step] = ptx::settled(&p.control->slab[peer_at(step)]);
+    }
+  }
+
+  // After pdl_wait.
+  __device__ __forceinline__ void begin() {
+    epoch_ = ptx::ld_relaxed_gpu_u32(epoch_place_);
+    broken_ = ptx::ld_relaxed_gpu_u32(broken_place_);
+    own_slab_ = reinterpret_cast<u8*>(ptx::ld_u64(slab_places_[0]));
+#pragma unroll
+    for (int step = 1; step < kHeldSlabs; ++step) {
+      peers_[step - 1] = reinterpret_cast<u8*>(ptx::ld_u64(slab_places_[step]));
     }
   }
 
@@ -183,6 +193,7 @@ class Session {
   // Beyond, registers are worth more.
   static constexpr bool kHoldPeers =
       kWorldSize <= (kProtocol == Protocol::kOneShot ? 8 : 4 / kWireVectors);
+  static constexpr int kHeldSlabs = kHoldPeers ? kWorldSize : 1;
 
   __device__ __forceinline__ u8* slab(int rank) const {
     return reinterpret_cast<u8*>(ptx::ld_u64(&p_.control->slab[rank]));
@@ -343,6 +354,9 @@ class Session {
   int rows_;
   u8* own_slab_;
   u8* peers_[kHoldPeers && kWorldSize > 1 ? kWorldSize - 1 : 1];
+  u32* epoch_place_;  // these until begin
+  u32* broken_place_;
+  u8** slab_places_[kHeldSlabs];
   u32 epoch_;
   u32 broken_;  // as loaded: nothing waits for it until the push does
 };
