@@ -63,6 +63,8 @@ class Session {
     }
   }
 
+  __device__ __forceinline__ explicit Session(const Params& p) : Session(p, p.token_num) {}
+
   // After pdl_wait.
   __device__ __forceinline__ void begin() {
     epoch_ = ptx::ld_relaxed_gpu_u32(epoch_place_);
@@ -73,8 +75,6 @@ class Session {
       peers_[step - 1] = reinterpret_cast<u8*>(ptx::ld_u64(slab_places_[step]));
     }
   }
-
-  __device__ __forceinline__ explicit Session(const Params& p) : Session(p, p.token_num) {}
 
   // Sends the part of a row to every peer.
   __device__ __forceinline__ void push(int row, int column, const Payload& payload) const {
