@@ -23,18 +23,19 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
   const Part<8> part(p, at.cluster, column);
   const u64 offset = ptx::settled(row_offset(p, at.cluster, column));
+  RowEpilogue<kVectors> row(p, column, step);
   Session session(p);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
   session.begin();
 
-  RowEpilogue<kVectors> row(p, column, step);
   Payload own[kVectors] = {};
   each<kVectors>([&](int v) {
     if (row.column(v) >= p.row_vectors) return;
     own[v] = produce(part, v * step * sizeof(Vec16));
     session.push(at.cluster, row.column(v), own[v]);
   });
+  u8* slots = ptx::settled(session.slots(at.cluster, column));
   row.begin(at.cluster, p.row_vectors, offset);
   session.advance();
   clear_scale_padding(p);
@@ -42,14 +43,15 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   each<kVectors>([&](int v) {
     if (row.column(v) < p.row_vectors) {
       float total[kElements];
-      session.reduce<kPolled<kVectors>>(at.cluster, row.column(v), own[v], total);
+      session.reduce<kPolled<kVectors>>(at.cluster, slots + v * step * sizeof(Vec16), own[v],
+                                        total);
       row.take(v, total);
     }
     if (kPublishEarly<kVectors> && norms(p)) row.publish(reduction, v);
   });
+  if (!kPublishEarly<kVectors> && norms(p)) row.publish(reduction, 0);
   if (p.flags & kTriggerHeard) ptx::pdl_trigger();
   if (!norms(p)) return;
-  if (!kPublishEarly<kVectors>) row.publish(reduction, 0);
   row.finish(reduction, p.row_vectors);
 }
 
@@ -89,7 +91,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     each<kVectors>([&](int v) {
       if (row.column(v) < p.row_vectors) {
         float total[kElements];
-        session.reduce<kPolled<kVectors>>(done, row.column(v), own[v], total);
+        session.reduce<kPolled<kVectors>>(done, session.slots(done, row.column(v)), own[v], total);
         row.take(v, total);
       }
       if (kPublishEarly<kVectors> && norms(p)) row.publish(reduction, v);
@@ -102,7 +104,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
 
 // As run_rows, but a thread holds several vectors of a row, parked in the own slots in between.
 __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& at) {
-  const int groups = row_groups(p);
+  const int groups = static_cast<int>(row_groups(p));
   const int first = at.first_group * 32 + at.lane;
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
   Session session(p);
@@ -131,7 +133,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
         float total[kElements];
         const u64 offset = row_offset(p, token, column);
         residual = load_residual(p, offset);
-        session.reduce<kPolled<2>>(token, column, own, total);
+        session.reduce<kPolled<2>>(token, session.slots(token, column), own, total);
         residual = store_residual(p, offset, total, residual);
         if (norms(p)) {
           own.v[0] = residual;

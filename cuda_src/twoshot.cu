@@ -133,7 +133,8 @@ class Worker {
       Payload payload = own[v];
       if constexpr (kSums) {
         float total[kElements];
-        session.reduce<kPolled<kVectors>>(item.token, item.row, column(v), own[v], total);
+        session.reduce<kPolled<kVectors>>(item.token, session.slots(item.row, column(v)), own[v],
+                                          total);
         if constexpr (!kGathers) {
           if (!item.greeting) {
             store_vector(p_.allreduce_out, row_offset(p_, item.row, column(v)),
@@ -262,7 +263,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
 // As run_rows, but a thread holds any number of vectors of a row, parked in slots in between.
 __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& at) {
   const Deal deal(p, at);
-  const int groups = row_groups(p);
+  const int groups = static_cast<int>(row_groups(p));
   const int first = at.first_group * 32 + at.lane;
   RowReduction reduction = row_reduction(p, at);
   Session session(p, slot_rows(deal));
@@ -307,7 +308,7 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
         } else {
           payload = session.kept(item.token, column);
           if constexpr (kSums) {
-            session.reduce<kPolled<2>>(item.token, item.row, column, payload, total);
+            session.reduce<kPolled<2>>(item.token, session.slots(item.row, column), payload, total);
             payload = to_wire(total);
             if (kGathers) session.push_total(item.token, column, payload);
           }

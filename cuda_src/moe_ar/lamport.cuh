@@ -126,21 +126,19 @@ class Session {
     store(own_slot(token, column), empty());
   }
 
+  // Where the parts of a row arrive.
+  __device__ __forceinline__ u8* slots(int row, int column) const {
+    u8* first = own_slab_ + slot(row, column);
+    return kWorldSize == 2 ? first + (1 - p_.rank) * writer_bytes() : first;
+  }
+
   // Sums the parts of all ranks in rank order, `own` among them, polling until they are there, and
   // restores every word that it consumed. NaN if the wait is given up.
   template <int kMostInFlight>
-  __device__ __forceinline__ void reduce(int token, int column, const Payload& own,
+  __device__ __forceinline__ void reduce(int token, u8* slots, const Payload& own,
                                          float (&total)[kElements]) {
-    reduce<kMostInFlight>(token, token, column, own, total);
-  }
-
-  template <int kMostInFlight>
-  __device__ __forceinline__ void reduce(int token, int row, int column, const Payload& own,
-                                         float (&total)[kElements]) {
-    u8* slots = own_slab_ + slot(row, column);
     if constexpr (kWorldSize == 2) {  // the order of two does not matter
       Payload part[1];
-      slots += (1 - p_.rank) * writer_bytes();
       part[0] = load(slots);
       wait_for(slots, 1 - p_.rank, token, part);
       store(slots, empty());

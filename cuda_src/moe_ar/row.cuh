@@ -28,7 +28,9 @@ struct Placement {
   }
 };
 
-__device__ __forceinline__ int row_groups(const Params& p) { return (p.row_vectors + 31) / 32; }
+__device__ __forceinline__ u32 row_groups(const Params& p) {
+  return (static_cast<u32>(p.row_vectors) + 31) / 32;
+}
 
 // Whether the norm of a row is wanted.
 __device__ __forceinline__ bool norms(const Params& p) {
@@ -81,14 +83,13 @@ class RowEpilogue {
   // lie outside of the row, or all. Brings the warp together.
   __device__ __forceinline__ void publish(const RowReduction& reduction, int v) {
     ptx::warp_sync();
-    const bool outside = column(v) / 32 >= row_groups(p_);
-    if (!kNormEarly && outside) return;
     RowTotals own = {square_sum(residual_[v]), 0};
     if constexpr (kNormEarly || kRowMax) {
       norm_[v].weigh(p_, residual_[v], gamma_[v]);
       own.magnitude = norm_[v].magnitude();
     }
-    if (!outside) own.magnitude = reduction.publish<kShared>(v * step_ / 32, own);
+    if (static_cast<u32>(column(v)) / 32 < row_groups(p_))
+      own.magnitude = reduction.publish<kShared>(v * step_ / 32, own);
     if constexpr (kNormEarly) norm_[v].prepare(own.magnitude, gamma_[v]);
   }
 
