@@ -23,7 +23,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   RowReduction reduction(ptx::block_shared<RowSums>(), 1u << p.cluster_log2, at.first_group);
   const Part<8> part(p, at.cluster, column);
   const u64 offset = ptx::settled(row_offset(p, at.cluster, column));
-  RowEpilogue<kVectors> row(p, column, step);
+  RowEpilogue<kVectors, false> row(p, column, step);
   Session session(p);
   ptx::pdl_wait();
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
@@ -86,7 +86,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
       reduction.begin();
       continue;
     }
-    RowEpilogue<kVectors> row(p, column, step);
+    RowEpilogue<kVectors, true> row(p, column, step);
     row.begin(done, p.row_vectors, row_offset(p, done, column));
     each<kVectors>([&](int v) {
       if (row.column(v) < p.row_vectors) {

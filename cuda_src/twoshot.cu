@@ -179,7 +179,7 @@ class Worker {
   const Params& p_;
   int group_step_;
   int column_;
-  RowEpilogue<kVectors> row_;
+  RowEpilogue<kVectors, true> row_;
 };
 
 // Without a gather there is no norm, and no cluster needs to meet.
