@@ -77,14 +77,22 @@ def test_programmatic_launches_overlap(ranks: Ranks, monkeypatch: pytest.MonkeyP
             launch_with_pdl=True,
             trigger_completion_at_end=False,
         )
-        rank.meet()
-        begin = time.monotonic()
-        planned.run()
-        assert time.monotonic() - begin < WAIT_S
-        planned.run()
-        assert WAIT_S <= time.monotonic() - begin < 2 * WAIT_S
-        workspace._backend.synchronize()
-        assert time.monotonic() - begin >= 2 * WAIT_S
+
+        def times() -> tuple[float, ...]:
+            rank.meet()
+            begin = time.monotonic()
+            planned.run()
+            first = time.monotonic() - begin
+            planned.run()
+            second = time.monotonic() - begin
+            workspace._backend.synchronize()
+            return first, second, time.monotonic() - begin
+
+        # A busy machine may make any of them longer, none shorter.
+        first, second, both = zip(*(times() for _ in range(3)), strict=True)
+        assert min(first) < WAIT_S
+        assert WAIT_S <= min(second) < 2 * WAIT_S
+        assert min(both) >= 2 * WAIT_S
         check_bits(out.read(), case.float32.residual_out, "residual_out")
 
 
