@@ -71,22 +71,31 @@ def run_cpu(library: Path) -> float:
     return out[0]
 
 
+class Elf:
+    """A cubin's sections; of each name, type, flags, address, offset, size, link and three more."""
+
+    def __init__(self, cubin: Path) -> None:
+        self.data = data = cubin.read_bytes()
+        (table,) = struct.unpack_from("<Q", data, 0x28)
+        step, count, names = struct.unpack_from("<HHH", data, 0x3A)
+        self.sections = [
+            struct.unpack_from("<IIQQQQIIQQ", data, table + i * step) for i in range(count)
+        ]
+        self.by_name = {self.text(names, section[0]): section for section in self.sections}
+
+    def text(self, section: int, offset: int) -> str:
+        start = self.sections[section][4] + offset
+        return self.data[start : self.data.index(b"\0", start)].decode()
+
+
 def resources(cubin: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Return registers a thread by kernel, and bytes of stack a thread by kernel or subroutine.
 
     A register is spilled to the stack: no stack means no spills.
     """
-    elf = cubin.read_bytes()
-    (table,) = struct.unpack_from("<Q", elf, 0x28)
-    step, count, names = struct.unpack_from("<HHH", elf, 0x3A)
-    # Of each section: name, type, flags, address, offset, size, link, and three that are not used.
-    sections = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * step) for i in range(count)]
-
-    def text(section: int, offset: int) -> str:
-        start = sections[section][4] + offset
-        return elf[start : elf.index(b"\0", start)].decode()
-
-    info = next(section for section in sections if text(names, section[0]) == ".nv.info")
+    file = Elf(cubin)
+    elf, sections, text = file.data, file.sections, file.text
+    info = file.by_name[".nv.info"]
     symbols = sections[info[6]]
     registers: dict[str, int] = {}
     stack: dict[str, int] = {}
@@ -431,6 +440,34 @@ def test_codes_are_converted_by_the_hardware_that_can(
     assert (b".satfinite." + instruction[quant] in ptx) == converts
 
 
+def early_waits(cubin: Path, kernel: str) -> int:
+    """Count the instructions between a kernel's last push and first poll that wait for loads since.
+
+    Of Hopper's machine code: 16 bytes an instruction, of which bits 105 to 121 name the scoreboard
+    that its result is announced by (7: none) and, a bit each, those of six that it waits for.
+    """
+    elf = Elf(cubin)
+    begin, size = elf.by_name[f".text.{kernel}"][4:6]
+    code = [struct.unpack_from("<QQ", elf.data, at) for at in range(begin, begin + size, 16)]
+
+    def is_exchange(low: int, high: int, operation: int) -> bool:
+        """Whether it is a relaxed.sys access to 16 bytes."""
+        return low & 0xFFF == operation and high >> 13 & 15 == 10 and high >> 9 & 7 == 6
+
+    load, store = 0x981, 0x986
+    poll = next(i for i, words in enumerate(code) if is_exchange(*words, load))
+    push = max(i for i in range(poll) if is_exchange(*code[i], store))
+    pending: set[int] = set()
+    found = 0
+    for low, high in code[push + 1 : poll + 1]:
+        waits = {board for board in range(6) if high >> 52 + board & 1}
+        found += bool(waits & pending)
+        pending -= waits
+        if low & 0xFFF == load:
+            pending.add(high >> 46 & 7)
+    return found
+
+
 # Each operation and protocol, where registers are short: many ranks, wide wires.
 CROWDED = [
     variant(BF16, BF16, 2),
@@ -464,3 +501,32 @@ def test_every_kernel_compiles_for_every_target_without_spills(operation: str):
         assert registers.keys() == set(one.kernels.values()), (one, target)
         assert stack.keys() >= registers.keys(), (one, target)
         assert not any(stack.values()), (one, target, stack)
+        if target == ARCH and one.protocol == "oneshot":
+            waits = {kernel: early_waits(cubin, one.kernels[kernel]) for kernel in ("row", "row2")}
+            assert not any(waits.values()), (one, waits)
+
+
+@needs_nvrtc
+def test_early_waits_are_found(toy: Path):
+    # What is added is needed before the store: the poll waits for it.
+    (toy / "oneshot.cu").write_text("""
+        extern "C" __global__ void early(int* p, int4* q, int at) {
+          int4 v;
+          asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(q), "r"(at));
+          p[0] = p[1] + 1;
+          asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(q + 1) : "memory");
+          p[2] = v.x + v.y + v.z + v.w;
+        }
+        extern "C" __global__ void late(int* p, int4* q, int at) {
+          int4 v;
+          asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(q), "r"(at));
+          int x = p[1];
+          asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(q + 1) : "memory");
+          p[2] = v.x + v.y + v.z + v.w + x;
+        }
+    """)
+    cubin = compile_cuda(variant(), ARCH)
+    assert early_waits(cubin, "early") == 1
+    assert early_waits(cubin, "late") == 0
