@@ -87,11 +87,12 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
       continue;
     }
     RowEpilogue<kVectors, true> row(p, column, step);
+    u8* slots = ptx::settled(session.slots(done, column));
     row.begin(done, p.row_vectors, row_offset(p, done, column));
     each<kVectors>([&](int v) {
       if (row.column(v) < p.row_vectors) {
         float total[kElements];
-        session.reduce<kPolled<kVectors>>(done, session.slots(done, row.column(v)), own[v], total);
+        session.reduce<kPolled<kVectors>>(done, slots + v * step * sizeof(Vec16), own[v], total);
         row.take(v, total);
       }
       if (kPublishEarly<kVectors> && norms(p)) row.publish(reduction, v);
