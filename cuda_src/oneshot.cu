@@ -35,6 +35,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
     own[v] = produce(part, v * step * sizeof(Vec16));
     session.push(at.cluster, row.column(v), own[v]);
   });
+  // Before anything else is loaded: else the first poll waits for that too.
   u8* slots = ptx::settled(session.slots(at.cluster, column));
   row.begin(at.cluster, p.row_vectors, offset);
   session.advance();

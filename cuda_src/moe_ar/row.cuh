@@ -131,7 +131,7 @@ class RowEpilogue {
   Norm norm_[kVectors];
 };
 
-// As RowEpilogue's, for one vector of a thread that holds any number of them.
+// RowEpilogue's publish and finish, for one vector of a thread that holds any number of them.
 __device__ __forceinline__ void publish_one(const Params& p, const RowReduction& reduction,
                                             int first, int column, const Vec16& residual) {
   ptx::warp_sync();
