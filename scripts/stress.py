@@ -485,6 +485,7 @@ class Stress:
                 workspace._backend.synchronize()
                 workspace.check()
             except PeerTimeoutError as error:
+                workspace._backend.synchronize()  # launches before it may still write to arrays
                 self.timed_out = str(error)
                 return False
             self._judge(trials)
