@@ -440,32 +440,38 @@ def test_codes_are_converted_by_the_hardware_that_can(
     assert (b".satfinite." + instruction[quant] in ptx) == converts
 
 
-def early_waits(cubin: Path, kernel: str) -> int:
-    """Count the instructions between a kernel's last push and first poll that wait for loads since.
+def early_waits(cubin: Path) -> dict[str, int]:
+    """Count by kernel the instructions between last push and first poll that wait for loads since.
 
     Of Hopper's machine code: 16 bytes an instruction, of which bits 105 to 121 name the scoreboard
     that its result is announced by (7: none) and, a bit each, those of six that it waits for.
     """
-    elf = Elf(cubin)
-    begin, size = elf.by_name[f".text.{kernel}"][4:6]
-    code = [struct.unpack_from("<QQ", elf.data, at) for at in range(begin, begin + size, 16)]
+    load, store = 0x981, 0x986
 
     def is_exchange(low: int, high: int, operation: int) -> bool:
         """Whether it is a relaxed.sys access to 16 bytes."""
         return low & 0xFFF == operation and high >> 13 & 15 == 10 and high >> 9 & 7 == 6
 
-    load, store = 0x981, 0x986
-    poll = next(i for i, words in enumerate(code) if is_exchange(*words, load))
-    push = max(i for i in range(poll) if is_exchange(*code[i], store))
-    pending: set[int] = set()
-    found = 0
-    for low, high in code[push + 1 : poll + 1]:
-        waits = {board for board in range(6) if high >> 52 + board & 1}
-        found += bool(waits & pending)
-        pending -= waits
-        if low & 0xFFF == load:
-            pending.add(high >> 46 & 7)
-    return found
+    def count(code: list[tuple[int, int]]) -> int:
+        poll = next(i for i, words in enumerate(code) if is_exchange(*words, load))
+        push = max(i for i in range(poll) if is_exchange(*code[i], store))
+        pending: set[int] = set()
+        found = 0
+        for low, high in code[push + 1 : poll + 1]:
+            waits = {board for board in range(6) if high >> 52 + board & 1}
+            found += bool(waits & pending)
+            pending -= waits
+            if low & 0xFFF == load:
+                pending.add(high >> 46 & 7)
+        return found
+
+    elf = Elf(cubin)
+    code = {
+        name.removeprefix(".text."): elf.data[section[4] : section[4] + section[5]]
+        for name, section in elf.by_name.items()
+        if name.startswith(".text.")
+    }
+    return {kernel: count(list(struct.iter_unpack("<QQ", words))) for kernel, words in code.items()}
 
 
 # Each operation and protocol, where registers are short: many ranks, wide wires.
@@ -502,31 +508,26 @@ def test_every_kernel_compiles_for_every_target_without_spills(operation: str):
         assert stack.keys() >= registers.keys(), (one, target)
         assert not any(stack.values()), (one, target, stack)
         if target == ARCH and one.protocol == "oneshot":
-            waits = {kernel: early_waits(cubin, kernel) for kernel in one.kernels.values()}
+            waits = early_waits(cubin)
+            assert waits.keys() == registers.keys(), one
             assert not any(waits.values()), (one, waits)
 
 
 @needs_nvrtc
 def test_early_waits_are_found(toy: Path):
-    # What is added is needed before the store: the poll waits for it.
-    (toy / "oneshot.cu").write_text("""
-        extern "C" __global__ void early(int* p, int4* q, int at) {
+    kernel = """
+        extern "C" __global__ void %s(int* p, int4* q, int at) {
           int4 v;
-          asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(q), "r"(at));
-          p[0] = p[1] + 1;
-          asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(q + 1) : "memory");
-          p[2] = v.x + v.y + v.z + v.w;
-        }
-        extern "C" __global__ void late(int* p, int4* q, int at) {
-          int4 v;
-          asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(q), "r"(at));
+          asm volatile("st.relaxed.sys.global.v4.u32 [%%0], {%%1, %%1, %%1, %%1};"
+                       ::"l"(q), "r"(at));
           int x = p[1];
-          asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+          %s
+          asm volatile("ld.relaxed.sys.global.v4.u32 {%%0, %%1, %%2, %%3}, [%%4];"
                        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(q + 1) : "memory");
           p[2] = v.x + v.y + v.z + v.w + x;
         }
-    """)
-    cubin = compile_cuda(variant(), ARCH)
-    assert early_waits(cubin, "early") == 1
-    assert early_waits(cubin, "late") == 0
+    """
+    # Where x is stored first, the poll waits for its load, too.
+    both = kernel % ("early", "p[0] = x + 1;") + kernel % ("late", "")
+    (toy / "oneshot.cu").write_text(both)
+    assert early_waits(compile_cuda(variant(), ARCH)) == {"early": 1, "late": 0}

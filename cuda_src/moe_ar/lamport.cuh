@@ -69,10 +69,10 @@ class Session {
   __device__ __forceinline__ void begin() {
     epoch_ = ptx::ld_relaxed_gpu_u32(epoch_place_);
     broken_ = ptx::ld_relaxed_gpu_u32(broken_place_);
-    own_slab_ = reinterpret_cast<u8*>(ptx::ld_u64(slab_places_[0]));
+    own_slab_ = slab_from(slab_places_[0]);
 #pragma unroll
     for (int step = 1; step < kHeldSlabs; ++step) {
-      peers_[step - 1] = reinterpret_cast<u8*>(ptx::ld_u64(slab_places_[step]));
+      peers_[step - 1] = slab_from(slab_places_[step]);
     }
   }
 
@@ -193,9 +193,11 @@ class Session {
       kWorldSize <= (kProtocol == Protocol::kOneShot ? 8 : 4 / kWireVectors);
   static constexpr int kHeldSlabs = kHoldPeers ? kWorldSize : 1;
 
-  __device__ __forceinline__ u8* slab(int rank) const {
-    return reinterpret_cast<u8*>(ptx::ld_u64(&p_.control->slab[rank]));
+  __device__ __forceinline__ static u8* slab_from(u8** place) {
+    return reinterpret_cast<u8*>(ptx::ld_u64(place));
   }
+
+  __device__ __forceinline__ u8* slab(int rank) const { return slab_from(&p_.control->slab[rank]); }
 
   // Every rank starts with another peer, so that no link is crowded.
   __device__ __forceinline__ int peer_at(int step) const {

@@ -98,22 +98,21 @@ class RowEpilogue {
 
   // Once all is published.
   __device__ __forceinline__ void finish(RowReduction& reduction, int columns) {
+    const auto inside = [&](int v) { return column(v) < columns; };
     const RowTotals row = reduction.collect(row_groups(p_));
     if (kLeaves && !kQuantises && kVectors == 1 && column_ >= columns) return;
     if constexpr (!kNormEarly) {
       each<kVectors>([&](int v) {
-        norm_[v].prepare(
-            p_, token_, column(v), place(v), column(v) < columns, residual_[v],
-            kGammaEarly<kVectors> ? gamma_[v] : gamma_of(p_, column(v), column(v) < columns));
+        norm_[v].prepare(p_, token_, column(v), place(v), inside(v), residual_[v],
+                         kGammaEarly<kVectors> ? gamma_[v] : gamma_of(p_, column(v), inside(v)));
       });
     }
     const float factor = norm_factor(p_, row);
     bool usual = true;
-    each<kVectors>([&](int v) {
-      usual &= norm_[v].begin(p_, place(v), column(v) < columns, factor, row.magnitude);
-    });
+    each<kVectors>(
+        [&](int v) { usual &= norm_[v].begin(p_, place(v), inside(v), factor, row.magnitude); });
     if (!usual) each<kVectors>([&](int v) { norm_[v].detour(p_, factor); });
-    each<kVectors>([&](int v) { norm_[v].finish(p_, column(v) < columns); });
+    each<kVectors>([&](int v) { norm_[v].finish(p_, inside(v)); });
   }
 
  private:
