@@ -39,13 +39,17 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   u8* slots = ptx::settled(session.slots(at.cluster, column));
   row.begin(at.cluster, p.row_vectors, offset);
   session.advance();
-  clear_scale_padding(p);
   reduction.begin();
+  Payload seen[Session::kTogether<kPolled<kVectors>>];
+  if (column < p.row_vectors) session.look(slots, own[0], seen);
+  row.prepare(p.row_vectors);
+  clear_scale_padding(p);
   each<kVectors>([&](int v) {
     if (row.column(v) < p.row_vectors) {
       float total[kElements];
-      session.reduce<kPolled<kVectors>>(at.cluster, slots + v * step * sizeof(Vec16), own[v],
-                                        total);
+      u8* from = slots + v * step * sizeof(Vec16);
+      if (v > 0) session.look(from, own[v], seen);
+      session.reduce(at.cluster, from, own[v], seen, total);
       row.take(v, total);
     }
     if (kPublishEarly<kVectors> && norms(p)) row.publish(reduction, v);
@@ -90,6 +94,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     RowEpilogue<kVectors, true> row(p, column, step);
     u8* slots = ptx::settled(session.slots(done, column));
     row.begin(done, p.row_vectors, row_offset(p, done, column));
+    row.prepare(p.row_vectors);
     each<kVectors>([&](int v) {
       if (row.column(v) < p.row_vectors) {
         float total[kElements];

@@ -123,6 +123,7 @@ class Worker {
   __device__ __forceinline__ void load(const Item& item) {
     if (!kGathers || item.greeting) return;
     row_.begin(item.token, item.columns, row_offset(p_, item.token, column_));
+    row_.prepare(item.columns);
   }
 
   // Then: the totals of an own item, sent to every peer.

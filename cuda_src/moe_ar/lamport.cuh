@@ -132,14 +132,35 @@ class Session {
     return kWorldSize == 2 ? first + (1 - p_.rank) * writer_bytes() : first;
   }
 
-  // Sums the parts of all ranks in rank order, `own` among them, polling until they are there, and
-  // restores every word that it consumed. NaN if the wait is given up.
+  // Writers whose parts are polled together.
   template <int kMostInFlight>
-  __device__ __forceinline__ void reduce(int token, u8* slots, const Payload& own,
-                                         float (&total)[kElements]) {
-    if constexpr (kWorldSize == 2) {  // the order of two does not matter
-      Payload part[1];
+  static constexpr int kTogether =
+      kWorldSize == 2                             ? 1
+      : kWorldSize < kMostInFlight / kWireVectors ? kWorldSize
+                                                  : kMostInFlight / kWireVectors;
+
+  // A first look for the parts of the writers from `first` on. What comes between it and `reduce`
+  // is done while the loads are in flight.
+  template <int kCount>
+  __device__ __forceinline__ void look(const u8* slots, const Payload& own, Payload (&part)[kCount],
+                                       int first = 0) const {
+    if constexpr (kWorldSize == 2) {
       part[0] = load(slots);
+    } else {
+      each<kCount>([&](int j) {
+        const int writer = first + j;
+        part[j] = own;
+        if (writer != p_.rank && writer < kWorldSize) part[j] = load(slots + j * writer_bytes());
+      });
+    }
+  }
+
+  // Sums the parts of all ranks in rank order, `own` among them, polling until they are there, and
+  // restores every word that it consumed. NaN if the wait is given up. `part` is what `look` saw.
+  template <int kCount>
+  __device__ __forceinline__ void reduce(int token, u8* slots, const Payload& own,
+                                         Payload (&part)[kCount], float (&total)[kElements]) {
+    if constexpr (kWorldSize == 2) {  // the order of two does not matter
       wait_for(slots, 1 - p_.rank, token, part);
       store(slots, empty());
       from_wire(own, total);
@@ -147,28 +168,30 @@ class Session {
     } else {
 #pragma unroll
       for (float& x : total) x = 0.0f;
-      constexpr int kMost = kMostInFlight / kWireVectors;
-      constexpr int kInFlight = kWorldSize < kMost ? kWorldSize : kMost;
 #pragma unroll 1
-      for (int first = 0; first < kWorldSize; first += kInFlight) {
-        Payload part[kInFlight];
-        each<kInFlight>([&](int j) {
-          const int writer = first + j;
-          part[j] = own;
-          if (writer != p_.rank && writer < kWorldSize) {
-            part[j] = load(slots + j * writer_bytes());
-          }
-        });
+      for (int first = 0;;) {
         wait_for(slots, first, token, part);
-        each<kInFlight>([&](int j) {
+        each<kCount>([&](int j) {
           const int writer = first + j;
           if (writer >= kWorldSize) return;
           if (writer != p_.rank) store(slots + j * writer_bytes(), empty());
           add(part[j], total);
         });
-        slots += kInFlight * writer_bytes();
+        slots += kCount * writer_bytes();
+        first += kCount;
+        if (first >= kWorldSize) break;
+        look(slots, own, part, first);
       }
     }
+  }
+
+  // Both.
+  template <int kMostInFlight>
+  __device__ __forceinline__ void reduce(int token, u8* slots, const Payload& own,
+                                         float (&total)[kElements]) {
+    Payload part[kTogether<kMostInFlight>];
+    look(slots, own, part);
+    reduce(token, slots, own, part, total);
   }
 
   // Every thread of the block calls this once, after it has used the epoch. The block advances its

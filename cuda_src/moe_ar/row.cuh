@@ -70,6 +70,10 @@ class RowEpilogue {
       residual_[v] = load_residual(p_, place(v));
       if (kGammaEarly<kVectors> && norms(p_)) gamma_[v].load(p_, column(v));
     });
+  }
+
+  // Then, while the totals are on their way.
+  __device__ __forceinline__ void prepare(int columns) {
     if constexpr (kNormEarly) {
       each<kVectors>(
           [&](int v) { norm_[v].place(p_, token_, column(v), place(v), column(v) < columns); });
