@@ -126,16 +126,23 @@ class Worker {
     row_.prepare(item.columns);
   }
 
-  // Then: the totals of an own item, sent to every peer.
-  __device__ __forceinline__ void sum(Session& session, const Item& item,
-                                      const Payload (&own)[kVectors]) {
+  // Where what this rank waits for arrives: the parts of an own item, the total of a peer's.
+  __device__ __forceinline__ u8* inbox(const Session& session, const Item& item, bool mine) const {
+    return mine ? session.slots(item.row, column_) : session.total_place(item.token, column_);
+  }
+
+  // Then: the totals of an own item, sent to every peer, or those of a peer's item.
+  __device__ __forceinline__ void receive(Session& session, const Item& item, bool mine, u8* from,
+                                          const Payload (&own)[kVectors]) {
+    if (!kGathers && !mine) return;
     each<kVectors>([&](int v) {
       if (!has(item, v)) return;
       Payload payload = own[v];
-      if constexpr (kSums) {
+      if (!mine) {
+        payload = session.total_of(item.token, from + bytes(v), item.owner);
+      } else if constexpr (kSums) {
         float total[kElements];
-        session.reduce<kPolled<kVectors>>(item.token, session.slots(item.row, column(v)), own[v],
-                                          total);
+        session.reduce<kPolled<kVectors>>(item.token, from + bytes(v), own[v], total);
         if constexpr (!kGathers) {
           if (!item.greeting) {
             store_vector(p_.allreduce_out, row_offset(p_, item.row, column(v)),
@@ -147,14 +154,6 @@ class Worker {
         session.push_total(item.token, column(v), payload);
       }
       take(item, v, payload);
-    });
-  }
-
-  // Or: the totals of a peer's item.
-  __device__ __forceinline__ void gather(Session& session, const Item& item) {
-    each<kVectors>([&](int v) {
-      if (!has(item, v)) return;
-      take(item, v, session.total_of(item.token, column(v), item.owner));
     });
   }
 
@@ -206,15 +205,13 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
 
   Payload own[kVectors] = {};
   worker.send(session, item, part, own);
+  const bool mine = item.owner == p.rank;
+  u8* from = ptx::settled(worker.inbox(session, item, mine));
   worker.load(item);
   session.advance();
   clear_scale_padding(p);
   reduction.begin();
-  if (item.owner == p.rank) {
-    worker.sum(session, item, own);
-  } else if (kGathers) {
-    worker.gather(session, item);
-  }
+  worker.receive(session, item, mine, from, own);
   if (p.flags & kTriggerHeard) ptx::pdl_trigger();
   worker.finish(reduction, item);
 }
@@ -249,13 +246,13 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     }
     if (const Item item = deal.item(step - 1); step <= steps && item.owner == p.rank) {
       worker.load(item);
-      worker.sum(session, item, own);
+      worker.receive(session, item, true, worker.inbox(session, item, true), own);
       worker.finish(reduction, item);
     }
     if (!kGathers || step < kShots) continue;
     if (const Item item = deal.item(step - kShots); item.owner != p.rank) {
       worker.load(item);
-      worker.gather(session, item);
+      worker.receive(session, item, false, worker.inbox(session, item, false), own);
       worker.finish(reduction, item);
     }
   }
@@ -304,7 +301,8 @@ __device__ __forceinline__ void run_long_rows(const Params& p, const Placement& 
         Payload payload;
         float total[kElements];
         if (!mine) {
-          payload = session.total_of(item.token, column, item.owner);
+          payload =
+              session.total_of(item.token, session.total_place(item.token, column), item.owner);
           from_wire(payload, total);
         } else {
           payload = session.kept(item.token, column);

@@ -102,10 +102,14 @@ class Session {
     send(total_slot(token, column), payload);
   }
 
+  // Where the total of a token arrives.
+  __device__ __forceinline__ u8* total_place(int token, int column) const {
+    return own_slab_ + total_slot(token, column);
+  }
+
   // The total of a token, once its owner has sent it; restores what it consumed. NaN if the wait is
   // given up.
-  __device__ __forceinline__ Payload total_of(int token, int column, int owner) {
-    u8* from = own_slab_ + total_slot(token, column);
+  __device__ __forceinline__ Payload total_of(int token, u8* from, int owner) {
     Payload total[1];
     total[0] = load(from);
     wait_for(from, owner, token, total, kMoreForTotalsNs);
