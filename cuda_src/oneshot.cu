@@ -52,11 +52,11 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
       session.reduce(at.cluster, from, own[v], seen, total);
       row.take(v, total);
     }
-    if (kPublishEarly<kVectors> && norms(p)) row.publish(reduction, v);
+    if (kPublishEarly<kVectors>) row.publish(reduction, v);
   });
-  if (!kPublishEarly<kVectors> && norms(p)) row.publish(reduction, 0);
+  if (!kPublishEarly<kVectors>) row.publish(reduction, 0);
   if (p.flags & kTriggerHeard) ptx::pdl_trigger();
-  if (!norms(p)) return;
+  if (!row.norms()) return;
   row.finish(reduction, p.row_vectors);
 }
 

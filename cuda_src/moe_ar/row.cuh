@@ -56,7 +56,12 @@ template <int kVectors, bool kLeaves>
 class RowEpilogue {
  public:
   __device__ __forceinline__ RowEpilogue(const Params& p, int column, int step)
-      : p_(p), column_(column), step_(step) {}
+      : p_(p),
+        column_(column),
+        step_(step),
+        published_(ptx::settled(moe_ar::norms(p) ? row_groups(p) : 0)) {}
+
+  __device__ __forceinline__ bool norms() const { return kQuantises || published_ != 0; }
 
   __device__ __forceinline__ int column(int v) const { return column_ + v * step_; }
 
@@ -68,7 +73,7 @@ class RowEpilogue {
     each<kVectors>([&](int v) {
       if (column(v) >= columns) return;
       residual_[v] = load_residual(p_, place(v));
-      if (kGammaEarly<kVectors> && norms(p_)) gamma_[v].load(p_, column(v));
+      if (kGammaEarly<kVectors> && norms()) gamma_[v].load(p_, column(v));
     });
   }
 
@@ -89,7 +94,7 @@ class RowEpilogue {
   // lie outside of the row, or all. Brings the warp together.
   __device__ __forceinline__ void publish(const RowReduction& reduction, int v) {
     ptx::warp_sync();
-    const bool outside = static_cast<u32>(column(v)) / 32 >= row_groups(p_);
+    const bool outside = static_cast<u32>(column(v)) / 32 >= published_;
     if (kLeaves && !kNormEarly && outside) return;
     RowTotals own = {square_sum(residual_[v]), 0};
     if constexpr (kNormEarly || kRowMax) {
@@ -103,7 +108,7 @@ class RowEpilogue {
   // Once all is published.
   __device__ __forceinline__ void finish(RowReduction& reduction, int columns) {
     const auto inside = [&](int v) { return column(v) < columns; };
-    const RowTotals row = reduction.collect(row_groups(p_));
+    const RowTotals row = reduction.collect(published_);
     if (kLeaves && !kQuantises && kVectors == 1 && column_ >= columns) return;
     if constexpr (!kNormEarly) {
       each<kVectors>([&](int v) {
@@ -127,6 +132,7 @@ class RowEpilogue {
   const Params& p_;
   int column_;
   int step_;
+  u32 published_;  // groups of the row, 0 without a norm; in a register when totals are there
   int token_ = 0;
   u64 offset_ = 0;
   Vec16 residual_[kVectors] = {};
