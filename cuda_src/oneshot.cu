@@ -49,7 +49,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
       float total[kElements];
       u8* from = slots + v * step * sizeof(Vec16);
       if (v > 0) session.look(from, own[v], seen);
-      session.reduce(at.cluster, from, own[v], seen, total);
+      session.reduce<true>(at.cluster, from, own[v], seen, total);
       row.take(v, total);
     }
     if (kPublishEarly<kVectors>) row.publish(reduction, v);

@@ -160,11 +160,13 @@ class Session {
   }
 
   // Sums the parts of all ranks in rank order, `own` among them, polling until they are there, and
-  // restores every word that it consumed. NaN if the wait is given up. `part` is what `look` saw.
-  template <int kCount>
+  // restores every word that it consumed. NaN if the wait is given up. `part` has what `look` saw,
+  // if kLooked.
+  template <bool kLooked, int kCount>
   __device__ __forceinline__ void reduce(int token, u8* slots, const Payload& own,
                                          Payload (&part)[kCount], float (&total)[kElements]) {
     if constexpr (kWorldSize == 2) {  // the order of two does not matter
+      if (!kLooked) look(slots, own, part);
       wait_for(slots, 1 - p_.rank, token, part);
       store(slots, empty());
       from_wire(own, total);
@@ -173,7 +175,8 @@ class Session {
 #pragma unroll
       for (float& x : total) x = 0.0f;
 #pragma unroll 1
-      for (int first = 0;;) {
+      for (int first = 0; first < kWorldSize; first += kCount) {
+        if (!kLooked || first > 0) look(slots, own, part, first);
         wait_for(slots, first, token, part);
         each<kCount>([&](int j) {
           const int writer = first + j;
@@ -182,20 +185,15 @@ class Session {
           add(part[j], total);
         });
         slots += kCount * writer_bytes();
-        first += kCount;
-        if (first >= kWorldSize) break;
-        look(slots, own, part, first);
       }
     }
   }
 
-  // Both.
   template <int kMostInFlight>
   __device__ __forceinline__ void reduce(int token, u8* slots, const Payload& own,
                                          float (&total)[kElements]) {
     Payload part[kTogether<kMostInFlight>];
-    look(slots, own, part);
-    reduce(token, slots, own, part, total);
+    reduce<false>(token, slots, own, part, total);
   }
 
   // Every thread of the block calls this once, after it has used the epoch. The block advances its
