@@ -14,6 +14,29 @@ namespace {
 template <int kVectors>
 inline constexpr bool kPublishEarly = kVectors > 1;
 
+template <int kVectors>
+using Seen = Payload[Session::kTogether<kPolled<kVectors>>];
+
+// Sums what arrives of a row, `own` among it, and publishes what its norm rests on. `seen` has
+// what a first look at the thread's first vector saw, if kLooked.
+template <bool kLooked, int kVectors, bool kLeaves>
+__device__ __forceinline__ void receive(const Params& p, Session& session, int token, u8* slots,
+                                        const Payload (&own)[kVectors], Seen<kVectors>& seen,
+                                        RowEpilogue<kVectors, kLeaves>& row,
+                                        const RowReduction& reduction) {
+  each<kVectors>([&](int v) {
+    if (row.column(v) < p.row_vectors) {
+      float total[kElements];
+      u8* from = slots + row.bytes(v);
+      if (kLooked && v > 0) session.look(from, own[v], seen);
+      session.reduce<kLooked>(token, from, own[v], seen, total);
+      row.take(v, total);
+    }
+    if (kPublishEarly<kVectors>) row.publish(reduction, v);
+  });
+  if (!kPublishEarly<kVectors>) row.publish(reduction, 0);
+}
+
 // A cluster holds one row, a thread `kVectors` vectors of it in registers: nothing but what a
 // decode step needs.
 template <int kVectors>
@@ -32,7 +55,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   Payload own[kVectors] = {};
   each<kVectors>([&](int v) {
     if (row.column(v) >= p.row_vectors) return;
-    own[v] = produce(part, v * step * sizeof(Vec16));
+    own[v] = produce(part, row.bytes(v));
     session.push(at.cluster, row.column(v), own[v]);
   });
   // Before anything else is loaded: else the first poll waits for that too.
@@ -40,24 +63,13 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   row.begin(at.cluster, p.row_vectors, offset);
   session.advance();
   reduction.begin();
-  Payload seen[Session::kTogether<kPolled<kVectors>>];
+  Seen<kVectors> seen;
   if (column < p.row_vectors) session.look(slots, own[0], seen);
   row.prepare(p.row_vectors);
   clear_scale_padding(p);
-  each<kVectors>([&](int v) {
-    if (row.column(v) < p.row_vectors) {
-      float total[kElements];
-      u8* from = slots + v * step * sizeof(Vec16);
-      if (v > 0) session.look(from, own[v], seen);
-      session.reduce<true>(at.cluster, from, own[v], seen, total);
-      row.take(v, total);
-    }
-    if (kPublishEarly<kVectors>) row.publish(reduction, v);
-  });
-  if (!kPublishEarly<kVectors>) row.publish(reduction, 0);
+  receive<true>(p, session, at.cluster, slots, own, seen, row, reduction);
   if (p.flags & kTriggerHeard) ptx::pdl_trigger();
-  if (!row.norms()) return;
-  row.finish(reduction, p.row_vectors);
+  if (row.norms()) row.finish(reduction, p.row_vectors);
 }
 
 // A cluster holds one row after the other. It pushes a row ahead of the one that it finishes, so
@@ -95,17 +107,9 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     u8* slots = ptx::settled(session.slots(done, column));
     row.begin(done, p.row_vectors, row_offset(p, done, column));
     row.prepare(p.row_vectors);
-    each<kVectors>([&](int v) {
-      if (row.column(v) < p.row_vectors) {
-        float total[kElements];
-        session.reduce<kPolled<kVectors>>(done, slots + v * step * sizeof(Vec16), own[v], total);
-        row.take(v, total);
-      }
-      if (kPublishEarly<kVectors> && norms(p)) row.publish(reduction, v);
-    });
-    if (!norms(p)) continue;
-    if (!kPublishEarly<kVectors>) row.publish(reduction, 0);
-    row.finish(reduction, p.row_vectors);
+    Seen<kVectors> seen;
+    receive<false>(p, session, done, slots, own, seen, row, reduction);
+    if (row.norms()) row.finish(reduction, p.row_vectors);
   }
 }
 

@@ -88,18 +88,11 @@ class Worker {
   // Before pdl_wait.
   __device__ __forceinline__ Worker(const Params& p, const Placement& at)
       : p_(p),
-        group_step_(ptx::settled(at.group_step)),
-        column_(ptx::settled(at.first_group * 32 + at.lane)),
-        row_(p, column_, group_step_ * 32) {}
-
-  __device__ __forceinline__ int column(int v) const { return column_ + v * group_step_ * 32; }
-  __device__ __forceinline__ bool has(const Item& item, int v) const {
-    return column(v) < item.columns;
-  }
+        row_(p, ptx::settled(at.first_group * 32 + at.lane), ptx::settled(at.group_step * 32)) {}
 
   template <int kInFlight>
   __device__ __forceinline__ Part<kInFlight> part(const Item& item) const {
-    return Part<kInFlight>(p_, kSums ? item.token : item.row, column_);
+    return Part<kInFlight>(p_, kSums ? item.token : item.row, row_.column(0));
   }
 
   // First: makes what this rank has of an item and sends it to whom it concerns.
@@ -110,11 +103,11 @@ class Worker {
     if (!kSums && !mine) return;
     each<kVectors>([&](int v) {
       if (!has(item, v)) return;
-      own[v] = item.greeting ? Payload{} : produce(part, bytes(v));
+      own[v] = item.greeting ? Payload{} : produce(part, row_.bytes(v));
       if (!mine) {
-        session.push_to(item.owner, item.row, column(v), own[v]);
+        session.push_to(item.owner, item.row, row_.column(v), own[v]);
       } else if (!kSums) {
-        session.push_total(item.token, column(v), own[v]);
+        session.push_total(item.token, row_.column(v), own[v]);
       }
     });
   }
@@ -122,13 +115,14 @@ class Worker {
   // Then: what the norm needs besides the total.
   __device__ __forceinline__ void load(const Item& item) {
     if (!kGathers || item.greeting) return;
-    row_.begin(item.token, item.columns, row_offset(p_, item.token, column_));
+    row_.begin(item.token, item.columns, row_offset(p_, item.token, row_.column(0)));
     row_.prepare(item.columns);
   }
 
   // Where what this rank waits for arrives: the parts of an own item, the total of a peer's.
   __device__ __forceinline__ u8* inbox(const Session& session, const Item& item, bool mine) const {
-    return mine ? session.slots(item.row, column_) : session.total_place(item.token, column_);
+    return mine ? session.slots(item.row, row_.column(0))
+                : session.total_place(item.token, row_.column(0));
   }
 
   // Then: the totals of an own item, sent to every peer, or those of a peer's item.
@@ -139,19 +133,19 @@ class Worker {
       if (!has(item, v)) return;
       Payload payload = own[v];
       if (!mine) {
-        payload = session.total_of(item.token, from + bytes(v), item.owner);
+        payload = session.total_of(item.token, from + row_.bytes(v), item.owner);
       } else if constexpr (kSums) {
         float total[kElements];
-        session.reduce<kPolled<kVectors>>(item.token, from + bytes(v), own[v], total);
+        session.reduce<kPolled<kVectors>>(item.token, from + row_.bytes(v), own[v], total);
         if constexpr (!kGathers) {
           if (!item.greeting) {
-            store_vector(p_.allreduce_out, row_offset(p_, item.row, column(v)),
+            store_vector(p_.allreduce_out, row_offset(p_, item.row, row_.column(v)),
                          pack<kDType>(total));
           }
           return;
         }
         payload = to_wire(total);
-        session.push_total(item.token, column(v), payload);
+        session.push_total(item.token, row_.column(v), payload);
       }
       take(item, v, payload);
     });
@@ -165,8 +159,8 @@ class Worker {
   }
 
  private:
-  __device__ __forceinline__ u32 bytes(int v) const {
-    return static_cast<u32>(v * group_step_ * 32) * static_cast<u32>(sizeof(Vec16));
+  __device__ __forceinline__ bool has(const Item& item, int v) const {
+    return row_.column(v) < item.columns;
   }
 
   __device__ __forceinline__ void take(const Item& item, int v, const Payload& payload) {
@@ -177,8 +171,6 @@ class Worker {
   }
 
   const Params& p_;
-  int group_step_;
-  int column_;
   RowEpilogue<kVectors, true> row_;
 };
 

@@ -5,7 +5,7 @@
     python scripts/bench.py results.json --plot results.png     draws what was measured before
 
 A row is printed, and results.json written, as each case ends; what ran and where it ran is in
-results.log. On GPUs: CUDA graphs of 20 launches, 3 replays to warm up, 50 timed ones; of each
+results.log. On GPUs: CUDA graphs of 20 launches, 25 replays to warm up, 50 timed ones; of each
 rank's median the largest of all ranks. On the CPU: calls, a few.
 """
 

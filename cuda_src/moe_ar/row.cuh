@@ -64,6 +64,9 @@ class RowEpilogue {
   __device__ __forceinline__ bool norms() const { return kQuantises || published_ != 0; }
 
   __device__ __forceinline__ int column(int v) const { return column_ + v * step_; }
+  __device__ __forceinline__ u32 bytes(int v) const {
+    return static_cast<u32>(v * step_) * static_cast<u32>(sizeof(Vec16));
+  }
 
   // Loads what is needed besides the totals; `offset` is that of the thread's first vector in rows
   // of T.
