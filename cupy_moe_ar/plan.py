@@ -27,7 +27,7 @@ __all__ = [
 CLUSTER_SIZES = (1, 2, 4, 8)
 KERNELS = ("row", "row2", "rows", "rows2", "long")
 _WARP = 32
-_SPREAD = 1.4  # times the rows that are resident together
+_SPREAD = 2.25  # times the rows that are resident together
 _SECOND_WAIT_S = 0.8e-6
 _GATHER_CROSSOVER = 10_000_000  # bytes, about 700 tokens of 7168
 _STORE_BYTES_PER_S = 365e9  # NVLink 4 of an H200, measured
@@ -77,6 +77,10 @@ class KernelLimits:
     def rounds(self, shape: LaunchShape, token_num: int) -> int:
         """Return how many rows a cluster of such a launch takes in turn."""
         return -(-token_num // self.clusters(shape))
+
+    def fill(self, shape: LaunchShape, token_num: int) -> float:
+        """Return the part of what is resident in those rounds that has a row."""
+        return token_num / (self.rounds(shape, token_num) * self.clusters(shape))
 
 
 def crossover_bytes(world_size: int, *, gathers: bool = False) -> int:
@@ -190,10 +194,14 @@ def _choose(
 
     Beyond, rows in turn. Gathers hide their latency best with two vectors a thread: 2 / 1 CTAs
     take 18.2 / 18.3 at 256 tokens, 32.6 / 32.9 at 512, a vector a thread 18.3 / 35.3. But a few
-    rows more than are resident leave most threads without a second row, and smaller pieces even
-    that out: 8 CTAs, a vector a thread 11.0 / 12.1 / 13.8 / 16.2 at 140 / 156 / 176 / 200 tokens,
-    2 CTAs, two vectors 12.3 / 13.5 / 14.5 / 15.9. Dense rows need no hiding: at 512 tokens 25.2
-    against 27.2 in one-shot, 25.6 against 28.5 in two-shot.
+    rows more than are resident, or than twice as many, leave most threads without a row in the
+    last round. Smaller pieces even that out, where more of what they hold has a row: 8 CTAs, a
+    vector a thread against 2 CTAs, two vectors, 12.4 / 13.4 at 166 tokens, 13.2 / 14.4 at 180,
+    14.8 / 15.2 at 199, 19.0 / 18.0 at 264, 19.1 / 19.6 at 265, 20.7 / 20.6 at 300, 35.1 / 31.0 at
+    512; hidden 6144 12.3 / 13.3 at 199, 13.7 / 14.6 at 230, 16.4 / 15.9 at 264. To use all clusters
+    in place of as many as have the same number of rows each: 13.9 for 13.6 at 199, 22.0 for 20.6
+    at 300. Dense rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot, 25.6 against
+    28.5 in two-shot.
 
     Where smaller pieces are resident for more rows, so that these take fewer turns, that is worth
     more than large ones: hidden 6144 on one H200 alone (world size 1), two vectors a thread, 4 / 2
@@ -208,9 +216,14 @@ def _choose(
         shapes = [shape for shape in candidates if shape.kernel == kernel]
         return min(shapes, key=rank, default=None)
 
-    pair = first("rows2", 2, rounds=True)
-    spread = dense or (pair is not None and token_num <= _SPREAD * limits.clusters(pair))
-    many = (first("rows", 8), pair) if spread else (pair, first("rows", 2))
+    small, pair = first("rows", 8), first("rows2", 2, rounds=True)
+    spread = dense or (
+        small is not None
+        and pair is not None
+        and token_num <= _SPREAD * limits.clusters(pair)
+        and limits.fill(small, token_num) >= limits.fill(pair, token_num)
+    )
+    many = (small, pair) if spread else (pair, first("rows", 2))
     for shape in (first("row", 8), first("row2", 2), *many):
         if shape is not None:
             return shape

@@ -59,10 +59,12 @@ def held() -> tuple[Any, ...]:
     """All that a leak would add to."""
     gc.collect()
     descriptors: Counter[str] = Counter()
+    own = f"/proc/{os.getpid()}/"  # which another thread lists at the moment
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself
-            descriptors[os.readlink(entry)] += 1
-    descriptors.pop(f"/proc/{os.getpid()}/fd", None)  # that of another thread's listing
+            name = os.readlink(entry)
+            if not name.startswith(own):
+                descriptors[name] += 1
     return descriptors, threading.active_count(), sorted(mapped()), named()
 
 

@@ -118,17 +118,18 @@ def test_few_rows_spread_and_many_do_not() -> None:
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_choice_over_token_counts(dense: bool) -> None:
-    """Within what is resident a row each; then smaller pieces; gathers then two vectors each."""
-    held = HOPPER.clusters(LaunchShape(2, 224, "rows2"))
-    choices = [
-        (1, LaunchShape(8, 128, "row")),
-        (HOPPER.clusters(LaunchShape(8, 128, "row")), LaunchShape(8, 128, "row")),
-        (HOPPER.clusters(LaunchShape(1, 448, "row2")), LaunchShape(2, 224, "row2")),
-        (held + 1, LaunchShape(8, 128, "rows")),
-        (2 * held, LaunchShape(8, 128, "rows") if dense else LaunchShape(2, 224, "rows2")),
-    ]
-    for tokens, shape in choices:
-        assert plan_rows(tokens, 896, HOPPER, dense=dense).shape == shape, tokens
+    """Within what is resident a row each; then what has the fullest rounds; then two vectors.
+
+    The limits are an H200's.
+    """
+    row, row2 = LaunchShape(8, 128, "row"), LaunchShape(2, 224, "row2")
+    rows, rows2 = LaunchShape(8, 128, "rows"), LaunchShape(2, 224, "rows2")
+    held = KernelLimits({row: 64, row2: 132, rows: 62, rows2: 132}, 132)
+    best = {1: row, 64: row, 65: row2, 132: row2}
+    best |= dict.fromkeys((133, 166, 199, 230, 248, 265, 297), rows)
+    best |= dict.fromkeys((250, 264, 300, 512, 2048), rows if dense else rows2)
+    for tokens, shape in best.items():
+        assert plan_rows(tokens, 896, held, dense=dense).shape == shape, tokens
 
 
 def test_fewer_turns_are_worth_smaller_pieces() -> None:
