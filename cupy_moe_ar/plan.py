@@ -27,7 +27,8 @@ __all__ = [
 CLUSTER_SIZES = (1, 2, 4, 8)
 KERNELS = ("row", "row2", "rows", "rows2", "long")
 _WARP = 32
-_SPREAD = 2.25  # times the rows that are resident together
+_SPREAD = 2.0  # times the rows that are resident together
+_FULLER = 1.1  # times as full; at 1.06, 210 to 248 tokens of 7168, 2% faster to 3% slower
 _SECOND_WAIT_S = 0.8e-6
 _GATHER_CROSSOVER = 10_000_000  # bytes, about 700 tokens of 7168
 _STORE_BYTES_PER_S = 365e9  # NVLink 4 of an H200, measured
@@ -79,7 +80,7 @@ class KernelLimits:
         return -(-token_num // self.clusters(shape))
 
     def fill(self, shape: LaunchShape, token_num: int) -> float:
-        """Return the part of what is resident in those rounds that has a row."""
+        """Return how full these rounds are: the share of what is resident in them with a row."""
         return token_num / (self.rounds(shape, token_num) * self.clusters(shape))
 
 
@@ -194,14 +195,11 @@ def _choose(
 
     Beyond, rows in turn. Gathers hide their latency best with two vectors a thread: 2 / 1 CTAs
     take 18.2 / 18.3 at 256 tokens, 32.6 / 32.9 at 512, a vector a thread 18.3 / 35.3. But a few
-    rows more than are resident, or than twice as many, leave most threads without a row in the
-    last round. Smaller pieces even that out, where more of what they hold has a row: 8 CTAs, a
-    vector a thread against 2 CTAs, two vectors, 12.4 / 13.4 at 166 tokens, 13.2 / 14.4 at 180,
-    14.8 / 15.2 at 199, 19.0 / 18.0 at 264, 19.1 / 19.6 at 265, 20.7 / 20.6 at 300, 35.1 / 31.0 at
-    512; hidden 6144 12.3 / 13.3 at 199, 13.7 / 14.6 at 230, 16.4 / 15.9 at 264. To use all clusters
-    in place of as many as have the same number of rows each: 13.9 for 13.6 at 199, 22.0 for 20.6
-    at 300. Dense rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot, 25.6 against
-    28.5 in two-shot.
+    rows more than are resident leave most threads without a row in the second round, and smaller
+    pieces may have fuller rounds: 8 CTAs, a vector a thread, take 12.4 / 13.2 at 166 / 180 tokens,
+    2 CTAs, two vectors, 13.4 / 14.4; hidden 6144 12.3 / 13.8 at 199 / 230, and 13.3 / 14.6. With
+    several rounds that is worth less: 19.1 and 19.6 at 265 of 7168, 20.7 and 20.6 at 300. Dense
+    rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot, 25.6 against 28.5 in two-shot.
 
     Where smaller pieces are resident for more rows, so that these take fewer turns, that is worth
     more than large ones: hidden 6144 on one H200 alone (world size 1), two vectors a thread, 4 / 2
@@ -221,7 +219,7 @@ def _choose(
         small is not None
         and pair is not None
         and token_num <= _SPREAD * limits.clusters(pair)
-        and limits.fill(small, token_num) >= limits.fill(pair, token_num)
+        and limits.fill(small, token_num) > _FULLER * limits.fill(pair, token_num)
     )
     many = (small, pair) if spread else (pair, first("rows", 2))
     for shape in (first("row", 8), first("row2", 2), *many):

@@ -38,7 +38,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--most", type=positive, default=300, help="largest token count")
     parser.add_argument("--hidden", type=positive, nargs="+", default=[2880, 4096, 6144, 7168])
     parser.add_argument("--top-k", type=positive, default=8)
-    parser.add_argument("--replays", type=positive, default=15)
+    parser.add_argument("--replays", type=positive, default=30)
     parser.add_argument("--in-process", type=positive, metavar="RANKS", help="ranks as threads")
     parser.set_defaults(append=False)
     parser.add_argument("--plot", metavar="PNG", type=Path, help="draw OUT_JSON and run nothing")
