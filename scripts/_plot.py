@@ -59,7 +59,8 @@ def plot(rows: Sequence[Mapping[str, Any]], png: Path) -> None:
         )
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
-        axis.set_ylim(bottom=lowest / 2)  # the limits go on to nothing
+        # The limits go on to nothing; above is room for the legend.
+        axis.set_ylim(lowest / 2, 4 * axis.get_ylim()[1])
         if len(tokens) <= 12:
             axis.set_xticks(tokens, map(str, tokens))
         axis.yaxis.set_major_formatter("{x:g}")
