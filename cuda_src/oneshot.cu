@@ -29,7 +29,7 @@ __device__ __forceinline__ void receive(const Params& p, Session& session, int t
       float total[kElements];
       u8* from = slots + row.bytes(v);
       if (kLooked && v > 0) session.look(from, own[v], seen);
-      session.reduce<kLooked>(token, from, own[v], seen, total);
+      session.reduce_seen<kLooked>(token, from, own[v], seen, total);
       row.take(v, total);
     }
     if (kPublishEarly<kVectors>) row.publish(reduction, v);

@@ -27,7 +27,7 @@ __all__ = [
 CLUSTER_SIZES = (1, 2, 4, 8)
 KERNELS = ("row", "row2", "rows", "rows2", "long")
 _WARP = 32
-_SPREAD = 2.0  # times the rows that are resident together
+_SPREAD = 2.0  # times the rows that are resident together, two vectors a thread
 _FULLER = 1.1  # times as full; at 1.06, 210 to 248 tokens of 7168, 2% faster to 3% slower
 _SECOND_WAIT_S = 0.8e-6
 _GATHER_CROSSOVER = 10_000_000  # bytes, about 700 tokens of 7168
@@ -193,18 +193,22 @@ def _choose(
     at 32, 6.51 / 6.9 / 6.72 at 64. When those are no longer resident together, two vectors a
     thread: 2 / 1 CTAs take 9.86 / 10.0 at 128 tokens, against 10.0 for two rows a cluster in turn.
 
-    Beyond, rows in turn. Gathers hide their latency best with two vectors a thread: 2 / 1 CTAs
-    take 18.2 / 18.3 at 256 tokens, 32.6 / 32.9 at 512, a vector a thread 18.3 / 35.3. But a few
-    rows more than are resident leave most threads without a row in the second round, and smaller
-    pieces may have fuller rounds: 8 CTAs, a vector a thread, take 12.4 / 13.2 at 166 / 180 tokens,
-    2 CTAs, two vectors, 13.4 / 14.4; hidden 6144 12.3 / 13.8 at 199 / 230, and 13.3 / 14.6. With
-    several rounds that is worth less: 19.1 and 19.6 at 265 of 7168, 20.7 and 20.6 at 300. Dense
-    rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot, 25.6 against 28.5 in two-shot.
+    Beyond, rows in turn. Gathers hide their latency best with two vectors a thread: 2 / 1 CTAs take
+    18.2 / 18.3 at 256 tokens, 32.6 / 32.9 at 512, a vector a thread 18.3 / 35.3. But a few rows
+    more than are resident leave most threads without a row in the second round, and rounds of a
+    vector a thread, which hold fewer rows, may be fuller: 8 CTAs then take 12.4 / 13.2 at 166 / 180
+    tokens, 2 CTAs with two vectors 13.4 / 14.4; hidden 6144 12.3 / 13.8 at 199 / 230, and 13.3 /
+    14.6. With several rounds that is worth less: 19.1 and 19.6 at 265 of 7168, 20.7 and 20.6 at
+    300. Dense rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot, 25.6 against 28.5
+    in two-shot.
 
-    Where smaller pieces are resident for more rows, so that these take fewer turns, that is worth
-    more than large ones: hidden 6144 on one H200 alone (world size 1), two vectors a thread, 4 / 2
+    Where more CTAs a row are resident for more rows, so that these take fewer turns, that is worth
+    more than few CTAs: hidden 6144 on one H200 alone (world size 1), two vectors a thread, 4 / 2
     CTAs take 13.6 / 16.9 at 265 tokens (2 and 3 turns), 19.8 / 22.4 at 400 (3 and 4), 25.3 / 24.8
     at 512 (4 each).
+
+    The gathers' figures are one-shot's. Two-shot's clusters are a multiple of the ranks, so that its
+    rounds may be less full than is reckoned here.
     """
 
     def first(kernel: str, blocks: int, *, rounds: bool = False) -> LaunchShape | None:
@@ -214,14 +218,14 @@ def _choose(
         shapes = [shape for shape in candidates if shape.kernel == kernel]
         return min(shapes, key=rank, default=None)
 
-    small, pair = first("rows", 8), first("rows2", 2, rounds=True)
+    single, pair = first("rows", 8), first("rows2", 2, rounds=True)
     spread = dense or (
-        small is not None
+        single is not None
         and pair is not None
         and token_num <= _SPREAD * limits.clusters(pair)
-        and limits.fill(small, token_num) > _FULLER * limits.fill(pair, token_num)
+        and limits.fill(single, token_num) > _FULLER * limits.fill(pair, token_num)
     )
-    many = (small, pair) if spread else (pair, first("rows", 2))
+    many = (single, pair) if spread else (pair, first("rows", 2))
     for shape in (first("row", 8), first("row2", 2), *many):
         if shape is not None:
             return shape

@@ -143,8 +143,8 @@ class Session {
       : kWorldSize < kMostInFlight / kWireVectors ? kWorldSize
                                                   : kMostInFlight / kWireVectors;
 
-  // A first look for the parts of the writers from `first` on. What comes between it and `reduce`
-  // is done while the loads are in flight.
+  // A first look for the parts of the writers from `first` on. What comes between it and
+  // `reduce_seen` is done while the loads are in flight.
   template <int kCount>
   __device__ __forceinline__ void look(const u8* slots, const Payload& own, Payload (&part)[kCount],
                                        int first = 0) const {
@@ -163,8 +163,8 @@ class Session {
   // restores every word that it consumed. NaN if the wait is given up. `part` has what `look` saw,
   // if kLooked.
   template <bool kLooked, int kCount>
-  __device__ __forceinline__ void reduce(int token, u8* slots, const Payload& own,
-                                         Payload (&part)[kCount], float (&total)[kElements]) {
+  __device__ __forceinline__ void reduce_seen(int token, u8* slots, const Payload& own,
+                                              Payload (&part)[kCount], float (&total)[kElements]) {
     if constexpr (kWorldSize == 2) {  // the order of two does not matter
       if (!kLooked) look(slots, own, part);
       wait_for(slots, 1 - p_.rank, token, part);
@@ -193,7 +193,7 @@ class Session {
   __device__ __forceinline__ void reduce(int token, u8* slots, const Payload& own,
                                          float (&total)[kElements]) {
     Payload part[kTogether<kMostInFlight>];
-    reduce<false>(token, slots, own, part, total);
+    reduce_seen<false>(token, slots, own, part, total);
   }
 
   // Every thread of the block calls this once, after it has used the epoch. The block advances its
