@@ -207,7 +207,7 @@ def _choose(
     CTAs take 13.6 / 16.9 at 265 tokens (2 and 3 turns), 19.8 / 22.4 at 400 (3 and 4), 25.3 / 24.8
     at 512 (4 each).
 
-    The gathers' figures are one-shot's. Two-shot's clusters are a multiple of the ranks, so that its
+    The gathers' figures are one-shot's. Two-shot's clusters are a multiple of the ranks, so its
     rounds may be less full than is reckoned here.
     """
 
