@@ -14,6 +14,17 @@ namespace {
 template <int kVectors>
 inline constexpr bool kPublishEarly = kVectors > 1;
 
+// Makes a thread's vectors of a row, `step` columns apart, and sends them to every peer.
+template <int kVectors, class Source>
+__device__ __forceinline__ void send(const Params& p, const Session& session, const Source& part,
+                                     int token, int column, int step, Payload (&own)[kVectors]) {
+  each<kVectors>([&](int v) {
+    if (column + v * step >= p.row_vectors) return;
+    own[v] = produce(part, v * step * sizeof(Vec16));
+    session.push(token, column + v * step, own[v]);
+  });
+}
+
 template <int kVectors>
 using Seen = Payload[Session::kTogether<kPolled<kVectors>>];
 
@@ -53,11 +64,7 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
   session.begin();
 
   Payload own[kVectors] = {};
-  each<kVectors>([&](int v) {
-    if (row.column(v) >= p.row_vectors) return;
-    own[v] = produce(part, row.bytes(v));
-    session.push(at.cluster, row.column(v), own[v]);
-  });
+  send(p, session, part, at.cluster, column, step, own);
   // Before anything else is loaded: else the first poll waits for that too.
   u8* slots = ptx::settled(session.slots(at.cluster, column));
   row.begin(at.cluster, p.row_vectors, offset);
@@ -90,12 +97,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     Payload own[kVectors];
     each<kVectors>([&](int v) { own[v] = ahead[v]; });
     if (next < p.token_num) {
-      const Part<4> part(p, next, column);
-      each<kVectors>([&](int v) {
-        if (column + v * step >= p.row_vectors) return;
-        ahead[v] = produce(part, v * step * sizeof(Vec16));
-        session.push(next, column + v * step, ahead[v]);
-      });
+      send(p, session, Part<4>(p, next, column), next, column, step, ahead);
     }
     if (done < 0) {
       session.advance();

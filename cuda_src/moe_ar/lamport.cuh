@@ -161,7 +161,7 @@ class Session {
 
   // Sums the parts of all ranks in rank order, `own` among them, polling until they are there, and
   // restores every word that it consumed. NaN if the wait is given up. `part` has what `look` saw,
-  // if kLooked.
+  // if kLooked; else the loop looks, for with 8 ranks a look before it, too, spills.
   template <bool kLooked, int kCount>
   __device__ __forceinline__ void reduce_seen(int token, u8* slots, const Payload& own,
                                               Payload (&part)[kCount], float (&total)[kElements]) {
