@@ -142,7 +142,7 @@ def describe_moe_finalize(
     """
     check = Checker("moe_finalize_allreduce_fusion", home, dtype, comm_dtype)
     top_k = _take_routes(check, allreduce_in, expanded_idx_to_permuted_idx)
-    protocol = check.capacity("expanded_idx_to_permuted_idx", use_oneshot, gathers=True)
+    protocol = check.capacity("expanded_idx_to_permuted_idx", use_oneshot)
     _check_scale(check, expert_scale_factor)
     check.rows(shared_expert_output=shared_expert_output, residual_in=residual_in)
     check.rows(allreduce_out=allreduce_out, residual_out=residual_out, norm_out=norm_out)

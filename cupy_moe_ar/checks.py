@@ -226,9 +226,7 @@ class Checker:
         if problem:
             self.fault(f"{named_by}: {problem}")
 
-    def capacity(
-        self, named_by: str, use_oneshot: bool | None = False, *, gathers: bool = False
-    ) -> str:
+    def capacity(self, named_by: str, use_oneshot: bool | None = False) -> str:
         """Check that the call fits; return its protocol, of one-shot and two-shot."""
         home = self.home
         row_bytes = self.hidden_dim * self.comm_dtype.itemsize
@@ -241,7 +239,7 @@ class Checker:
             self.fault(f"use_oneshot must be True, False or None; got {use_oneshot!r}")
             use_oneshot = None
         if use_oneshot is None:
-            use_oneshot = choose_oneshot(sent, home.world_size, home.oneshot_bytes, gathers=gathers)
+            use_oneshot = choose_oneshot(sent, home.world_size, home.oneshot_bytes)
         capacity = home.oneshot_bytes if use_oneshot else home.payload_bytes
         if sent > capacity or self.token_num > MAX_TOKENS:
             self.fault(

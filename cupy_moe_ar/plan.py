@@ -30,7 +30,6 @@ _WARP = 32
 _SPREAD = 2.0  # times the rows that are resident together, two vectors a thread
 _FULLER = 1.1  # times as full; at 1.06, 210 to 248 tokens of 7168, 2% faster to 3% slower
 _SECOND_WAIT_S = 0.8e-6
-_GATHER_CROSSOVER = 10_000_000  # bytes, about 700 tokens of 7168
 _STORE_BYTES_PER_S = 365e9  # NVLink 4 of an H200, measured
 
 
@@ -84,31 +83,25 @@ class KernelLimits:
         return token_num / (self.rounds(shape, token_num) * self.clusters(shape))
 
 
-def crossover_bytes(world_size: int, *, gathers: bool = False) -> int:
+def crossover_bytes(world_size: int) -> int:
     """Return the payload (tokens x hidden_dim x wire item) up to which one-shot is chosen unasked.
 
     One-shot sends it to every peer. Two-shot sends `1 / world_size` of it to every peer, twice, and
     waits for the link a second time, which takes 0.9 us more at 1 token on two H200s. Two ranks
-    send as much in either way, and two-shot of dense rows is never the faster (25.7 against 25.5 us
-    at 512 tokens of 7168, 88.6 against 88.5 at 2048). If each rank first gathers the rows, it is
-    where they are many, since half of them are sent on while others are gathered: 61.9 against 64.6
-    us at 1024 tokens, 118.5 against 122.7 at 2048, but 32.8 against 31.9 at 512. For more ranks it
-    is a model, not measured yet: that one-shot is the slower once the bytes that it sends beyond
-    two-shot's take longer than that.
+    send as much in either way, and two-shot is never the faster: 26.3 against 24.8 us for 512 dense
+    tokens of 7168, 32.4 against 30.2 us for 512 that are gathered, 113 against 110 for 2048. For
+    more ranks it is a model, not measured yet: that one-shot is the slower once the bytes that it
+    sends beyond two-shot's take longer than that.
     """
-    if gathers and world_size == 2:
-        return _GATHER_CROSSOVER
     spared = (world_size - 1) * (world_size - 2)  # payloads, x world_size
     if spared <= 0:
         return 1 << 62
     return int(_SECOND_WAIT_S * _STORE_BYTES_PER_S * world_size / spared)
 
 
-def choose_oneshot(
-    payload_bytes: int, world_size: int, oneshot_bytes: int, *, gathers: bool = False
-) -> bool:
+def choose_oneshot(payload_bytes: int, world_size: int, oneshot_bytes: int) -> bool:
     """Whether one-shot, which takes `oneshot_bytes` at most, serves a call; else two-shot does."""
-    return payload_bytes <= min(oneshot_bytes, crossover_bytes(world_size, gathers=gathers))
+    return payload_bytes <= min(oneshot_bytes, crossover_bytes(world_size))
 
 
 def share_of(rank: int, world_size: int, token_num: int) -> range:
@@ -194,13 +187,14 @@ def _choose(
     thread: 2 / 1 CTAs take 9.86 / 10.0 at 128 tokens, against 10.0 for two rows a cluster in turn.
 
     Beyond, rows in turn. Gathers hide their latency best with two vectors a thread: 2 / 1 CTAs take
-    18.2 / 18.3 at 256 tokens, 32.6 / 32.9 at 512, a vector a thread 18.3 / 35.3. But a few rows
-    more than are resident leave most threads without a row in the second round, and rounds of a
-    vector a thread, which hold fewer rows, may be fuller: 8 CTAs then take 12.4 / 13.2 at 166 / 180
-    tokens, 2 CTAs with two vectors 13.4 / 14.4; hidden 6144 12.3 / 13.8 at 199 / 230, and 13.3 /
-    14.6. With several rounds that is worth less: 19.1 and 19.6 at 265 of 7168, 20.7 and 20.6 at
-    300. Dense rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot, 25.6 against 28.5
-    in two-shot.
+    18.1 / 18.3 at 264 tokens, 30.8 / 31.4 at 512, 8 CTAs with a vector a thread 19.1 / 33.7. But a
+    few rows more than are resident leave most threads without a row in the second round, and rounds
+    of a vector a thread, which hold fewer rows, may be fuller: 8 CTAs then take 12.1 / 13.2 at 155
+    / 166 tokens, 2 CTAs with two vectors 12.9 / 13.4; hidden 6144 12.7 / 14.5 at 199 / 230, and
+    13.3 / 15.1. The fewest of them: at 187 tokens 2 CTAs (three rounds) take 13.7, 8 CTAs (four)
+    14.8, two vectors 14.4. With several rounds that is worth less: 19.3 and 19.1 at 265, 20.0 and
+    20.2 at 300. Dense rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot, 25.6
+    against 28.5 in two-shot.
 
     Where more CTAs a row are resident for more rows, so that these take fewer turns, that is worth
     more than few CTAs: hidden 6144 on one H200 alone (world size 1), two vectors a thread, 4 / 2
@@ -218,7 +212,7 @@ def _choose(
         shapes = [shape for shape in candidates if shape.kernel == kernel]
         return min(shapes, key=rank, default=None)
 
-    single, pair = first("rows", 8), first("rows2", 2, rounds=True)
+    single, pair = first("rows", 8, rounds=not dense), first("rows2", 2, rounds=True)
     spread = dense or (
         single is not None
         and pair is not None

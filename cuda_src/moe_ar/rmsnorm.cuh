@@ -68,6 +68,8 @@ class RowReduction {
     ptx::cluster_arrive_relaxed();
   }
 
+  __device__ __forceinline__ bool spread() const { return blocks_ > 1; }
+
   // Once, before the first publish: from here on every block of the cluster runs and has its
   // barriers, so its shared memory may be written.
   __device__ __forceinline__ void begin() const {

@@ -52,7 +52,7 @@ inline constexpr bool kNormEarly = kQuantises && kWireVectors == 1;
 // Every thread of the cluster makes the same calls in the same order. `kLeaves`: what lies outside
 // of the row leaves by branches, which takes longer, but fewer registers: 64 in place of 72,
 // and 25.7 in place of 26.4 us, for 512 dense tokens in two-shot.
-template <int kVectors, bool kLeaves>
+template <int kVectors, bool kLeaves, bool kGamma = kGammaEarly<kVectors>>
 class RowEpilogue {
  public:
   __device__ __forceinline__ RowEpilogue(const Params& p, int column, int step)
@@ -74,9 +74,13 @@ class RowEpilogue {
     token_ = token;
     offset_ = offset;
     each<kVectors>([&](int v) {
+      // Whole, lest what a thread outside of the row has takes registers from row to row.
+      residual_[v] = {};
+      gamma_[v] = {};
+      norm_[v] = {};
       if (column(v) >= columns) return;
       residual_[v] = load_residual(p_, place(v));
-      if (kGammaEarly<kVectors> && norms()) gamma_[v].load(p_, column(v));
+      if (kGamma && norms()) gamma_[v].load(p_, column(v));
     });
   }
 
@@ -111,12 +115,20 @@ class RowEpilogue {
   // Once all is published.
   __device__ __forceinline__ void finish(RowReduction& reduction, int columns) {
     const auto inside = [&](int v) { return column(v) < columns; };
+    // A warp without a group of the row: nobody waits for it, so it might come so late that the
+    // mbarrier's phase has gone round.
+    if (kLeaves && kVectors == 1 && reduction.spread() &&
+        static_cast<u32>(column_) / 32 >= published_) {
+      return;
+    }
+    if constexpr (!kGamma) {
+      each<kVectors>([&](int v) { gamma_[v] = gamma_of(p_, column(v), inside(v)); });
+    }
     const RowTotals row = reduction.collect(published_);
     if (kLeaves && !kQuantises && kVectors == 1 && column_ >= columns) return;
     if constexpr (!kNormEarly) {
       each<kVectors>([&](int v) {
-        norm_[v].prepare(p_, token_, column(v), place(v), inside(v), residual_[v],
-                         kGammaEarly<kVectors> ? gamma_[v] : gamma_of(p_, column(v), inside(v)));
+        norm_[v].prepare(p_, token_, column(v), place(v), inside(v), residual_[v], gamma_[v]);
       });
     }
     const float factor = norm_factor(p_, row);
