@@ -79,9 +79,11 @@ __device__ __forceinline__ void run_row(const Params& p, const Placement& at) {
 }
 
 // Whether a row's norm is made behind the next gather, so that nobody waits for its totals: 57.7 in
-// place of 62.0 us at 1024 tokens, 108.6 in place of 116.7 at 2048. Without a gather it does not
-// pay (26.3 for 24.9 at 512), nor in place of what quantised outputs prepare early.
-constexpr bool kLateNorm = kProducer != Producer::kDense && !kQuantises;
+// place of 62.0 us at 1024 tokens, 108.6 in place of 116.7 at 2048. Not with one vector a thread,
+// for that serves few rows in turn (12.3 in place of 11.5 at 155); nor without a gather (26.3 for
+// 24.9 at 512), nor in place of what quantised outputs prepare early.
+template <int kVectors>
+inline constexpr bool kLateNorm = kVectors > 1 && kProducer != Producer::kDense && !kQuantises;
 
 // A cluster holds one row after the other. It pushes a row ahead of the one that it receives, so
 // that the link is busy while it waits.
@@ -95,10 +97,11 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
   if (p.flags & kTriggerEarly) ptx::pdl_trigger();
   session.begin();
 
+  constexpr bool kLate = kLateNorm<kVectors>;
   Payload ahead[kVectors] = {};
-  RowEpilogue<kVectors, true, !kLateNorm && kGammaEarly<kVectors>> row(p, column, step);
+  RowEpilogue<kVectors, true, !kLate && kGammaEarly<kVectors>> row(p, column, step);
   // A step produces its row and receives the one before; its norm comes then or in the next step.
-  for (int next = at.cluster, done = -1; kLateNorm || done < p.token_num;
+  for (int next = at.cluster, done = -1; kLate || done < p.token_num;
        done = next, next += at.clusters) {
     Payload own[kVectors];
     each<kVectors>([&](int v) { own[v] = ahead[v]; });
@@ -111,7 +114,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
       reduction.begin();
       continue;
     }
-    if (kLateNorm) {
+    if (kLate) {
       if (done != at.cluster && row.norms()) row.finish(reduction, p.row_vectors);
       if (done >= p.token_num) break;
     }
@@ -120,7 +123,7 @@ __device__ __forceinline__ void run_rows(const Params& p, const Placement& at) {
     row.prepare(p.row_vectors);
     Seen<kVectors> seen;
     receive<false>(p, session, done, slots, own, seen, row, reduction);
-    if (!kLateNorm && row.norms()) row.finish(reduction, p.row_vectors);
+    if (!kLate && row.norms()) row.finish(reduction, p.row_vectors);
   }
 }
 

@@ -189,12 +189,12 @@ def _choose(
     Beyond, rows in turn. Gathers hide their latency best with two vectors a thread: 2 / 1 CTAs take
     18.1 / 18.3 at 264 tokens, 30.8 / 31.4 at 512, 8 CTAs with a vector a thread 19.1 / 33.7. But a
     few rows more than are resident leave most threads without a row in the second round, and rounds
-    of a vector a thread, which hold fewer rows, may be fuller: 8 CTAs then take 12.1 / 13.2 at 155
-    / 166 tokens, 2 CTAs with two vectors 12.9 / 13.4; hidden 6144 12.7 / 14.5 at 199 / 230, and
-    13.3 / 15.1. The fewest of them: at 187 tokens 2 CTAs (three rounds) take 13.7, 8 CTAs (four)
-    14.8, two vectors 14.4. With several rounds that is worth less: 19.3 and 19.1 at 265, 20.0 and
-    20.2 at 300. Dense rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot, 25.6
-    against 28.5 in two-shot.
+    of a vector a thread, which hold fewer rows, may be fuller: 4 / 8 CTAs then take 11.2 / 11.4 at
+    155 tokens, 12.6 / 13.0 at 180, 2 CTAs with two vectors 12.9 / 14.1. The fewest rounds of them:
+    at 187 tokens 2 CTAs (three) take 12.9, 4 CTAs (four) 14.6; at 199 of hidden 6144 8 CTAs (three)
+    12.2, 4 CTAs (four) 13.2, two vectors 13.4. With several rounds that is worth less: 19.7 and
+    19.0 at 265 of 7168. Dense rows need no hiding: at 512 tokens 25.2 against 27.2 in one-shot,
+    25.6 against 28.5 in two-shot.
 
     Where more CTAs a row are resident for more rows, so that these take fewer turns, that is worth
     more than few CTAs: hidden 6144 on one H200 alone (world size 1), two vectors a thread, 4 / 2
@@ -212,7 +212,8 @@ def _choose(
         shapes = [shape for shape in candidates if shape.kernel == kernel]
         return min(shapes, key=rank, default=None)
 
-    single, pair = first("rows", 8, rounds=not dense), first("rows2", 2, rounds=True)
+    single = first("rows", 8) if dense else first("rows", 4, rounds=True)
+    pair = first("rows2", 2, rounds=True)
     spread = dense or (
         single is not None
         and pair is not None

@@ -123,13 +123,13 @@ def test_choice_over_token_counts(dense: bool) -> None:
     The limits are an H200's.
     """
     row, row2 = LaunchShape(8, 128, "row"), LaunchShape(2, 224, "row2")
-    rows, rows2 = LaunchShape(8, 128, "rows"), LaunchShape(2, 224, "rows2")
-    fewer = LaunchShape(2, 448, "rows")
-    held = KernelLimits({row: 64, row2: 132, rows: 62, fewer: 66, rows2: 132}, 132)
+    eight, four, two = (LaunchShape(*shape, "rows") for shape in ((8, 128), (4, 224), (2, 448)))
+    rows2 = LaunchShape(2, 224, "rows2")
+    held = KernelLimits({row: 64, row2: 132, eight: 62, four: 62, two: 66, rows2: 132}, 132)
     best = {1: row, 64: row, 65: row2, 132: row2}
-    best |= dict.fromkeys((133, 166, 186), rows)
-    best |= dict.fromkeys((187, 198), rows if dense else fewer)
-    best |= dict.fromkeys((199, 248, 264, 265, 300, 512, 2048), rows if dense else rows2)
+    best |= dict.fromkeys((133, 166, 186), eight if dense else four)
+    best |= dict.fromkeys((187, 198), eight if dense else two)
+    best |= dict.fromkeys((199, 248, 264, 265, 300, 512, 2048), eight if dense else rows2)
     for tokens, shape in best.items():
         assert plan_rows(tokens, 896, held, dense=dense).shape == shape, tokens
 
