@@ -88,10 +88,10 @@ def crossover_bytes(world_size: int) -> int:
 
     One-shot sends it to every peer. Two-shot sends `1 / world_size` of it to every peer, twice, and
     waits for the link a second time, which takes 0.9 us more at 1 token on two H200s. Two ranks
-    send as much in either way, and two-shot is never the faster: 26.3 against 24.8 us for 512 dense
-    tokens of 7168, 32.4 against 30.2 us for 512 that are gathered, 113 against 110 for 2048. For
-    more ranks it is a model, not measured yet: that one-shot is the slower once the bytes that it
-    sends beyond two-shot's take longer than that.
+    send as much in either way, and two-shot is never the faster: 26.9 against 24.7 us for 512 dense
+    tokens of 7168, 32.2 against 30.1 for 512 that are gathered, 428 against 406 for 8192. For more
+    ranks it is a model, not measured yet: that one-shot is the slower once the bytes that it sends
+    beyond two-shot's take longer than that.
     """
     spared = (world_size - 1) * (world_size - 2)  # payloads, x world_size
     if spared <= 0:

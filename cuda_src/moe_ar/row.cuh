@@ -51,7 +51,8 @@ inline constexpr bool kNormEarly = kQuantises && kWireVectors == 1;
 // What becomes of the totals of a row, for a thread's vectors of it: `column`, `column + step`...
 // Every thread of the cluster makes the same calls in the same order. `kLeaves`: what lies outside
 // of the row leaves by branches, which takes longer, but fewer registers: 64 in place of 72,
-// and 25.7 in place of 26.4 us, for 512 dense tokens in two-shot.
+// and 25.7 in place of 26.4 us, for 512 dense tokens in two-shot. `kGamma`: begin loads gamma; else
+// finish does, before it waits.
 template <int kVectors, bool kLeaves, bool kGamma = kGammaEarly<kVectors>>
 class RowEpilogue {
  public:
