@@ -1,7 +1,8 @@
-"""Does the stress test notice a broken protocol? Each control plants one fault into the sources.
+"""Are faults of the protocol noticed? Each control plants one into the sources.
 
-The kernels are a test build whose ranks are late at random before a push, between push and poll,
-before a restore, before the epoch advances and at the end: without a fault they still pass.
+What the stress test runs is a test build whose ranks are late at random before a push, between push
+and poll, before a restore, before the epoch advances and at the end: without a fault they still
+pass.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from cases import backend
+from cases import Rank, Ranks, backend, check, finalize, random_case
 
+from cupy_moe_ar import Workspace, WorkspaceError
 from cupy_moe_ar import compile as compiling
+from cupy_moe_ar.plan import LaunchShape, RowPlan
 from cupy_moe_ar.testing import run_ranks
 
 SCRIPTS = str(Path(__file__).parent.parent / "scripts")
@@ -57,6 +61,18 @@ def import_path() -> Iterator[None]:
     sys.path.remove(SCRIPTS)
 
 
+def plant(folder: Path, edits: Edits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have kernels made of a copy of the sources with these edits."""
+    root = folder / "cuda_src"
+    shutil.copytree(compiling.sources(), root)
+    for name, old, new in edits:
+        text = (root / name).read_text()
+        assert text.count(old) == (3 if name.endswith(".cu") else 1), f"adapt this test: {old!r}"
+        (root / name).write_text(text.replace(old, new))
+    monkeypatch.setattr(compiling, "sources", lambda: root)
+    monkeypatch.setenv("MOE_AR_BACKEND", "cpu")
+
+
 def run(
     folder: Path,
     edits: Edits,
@@ -67,14 +83,7 @@ def run(
     programmatic: bool,
 ) -> list[stress.Result]:
     """Stress kernels with these edits."""
-    root = folder / "cuda_src"
-    shutil.copytree(compiling.sources(), root)
-    for name, old, new in edits:
-        text = (root / name).read_text()
-        assert text.count(old) == (3 if name.endswith(".cu") else 1), f"adapt this test: {old!r}"
-        (root / name).write_text(text.replace(old, new))
-    monkeypatch.setattr(compiling, "sources", lambda: root)
-    monkeypatch.setenv("MOE_AR_BACKEND", "cpu")
+    plant(folder, edits, monkeypatch)
     monkeypatch.setenv("MOE_AR_DELAYS", "1")
     options = stress.Options(
         seed=5,
@@ -117,3 +126,36 @@ def test_planted_fault_is_noticed(
 ) -> None:
     results = run(tmp_path, FAULTS[fault], monkeypatch, size, wire, 1024, "grid" in fault)
     assert any(result.failures for result in results)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_warp_that_nobody_waits_for_may_starve(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three groups of a row, two blocks of two warps: the last has none, and runs last of all.
+
+    Were it to wait for rows' totals, it would find that the mbarrier's phases have gone round.
+    """
+    pick = "const u32 pick = static_cast<u32>(next_random(rt) % rt.queue_size);\n"
+    starved = """u32 pick = static_cast<u32>(next_random(rt) % rt.queue_size);
+    for (u32 i = 0; i < rt.queue_size; ++i) {
+      const Fiber& fiber = *rt.queue[(rt.queue_head + pick) & rt.queue_mask];
+      if (fiber.block_index % 2 == 0 || fiber.thread_index < kWarp) break;
+      pick = (pick + 1) % rt.queue_size;
+    }
+"""
+    leaves = "kLeaves && kVectors == 1 && reduction.spread() &&"
+    edits = [("cpu/emulator.cpp", pick, starved)]
+    if waits:
+        edits.append(("moe_ar/row.cuh", leaves, f"false && {leaves}"))
+    plant(tmp_path, edits, monkeypatch)
+    monkeypatch.setenv("MOE_AR_CPU_SEED", "1")
+    plan = RowPlan(LaunchShape(2, 64, "rows"), 2)
+    monkeypatch.setattr(Workspace, "plan_rows", lambda *_: plan)
+    case = random_case(1, 16, 3 * 32 * 8)
+
+    def body(rank: Rank, workspace: Workspace) -> None:
+        with pytest.raises(WorkspaceError, match="deadlock") if waits else nullcontext():
+            check(case, finalize(rank, workspace, case))
+
+    Ranks(1).with_workspace(case)(body)
