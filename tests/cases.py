@@ -269,6 +269,13 @@ class Buffer:
         return np.frombuffer(inner.tobytes(), self.host.dtype).reshape(self.host.shape)
 
 
+def edit_source(path: Path, old: str, new: str, times: int = 1) -> None:
+    """Plant a fault: replace what stands there so many times."""
+    text = path.read_text()
+    assert text.count(old) == times, f"{path.name} has {old!r} no longer: adapt this test"
+    path.write_text(text.replace(old, new))
+
+
 # ---- data ----------------------------------------------------------------------------------------
 
 

@@ -14,11 +14,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from cases import Rank, Ranks, backend, check, finalize, random_case
+from cases import Rank, Ranks, backend, check, crowded, edit_source, finalize, random_case
 
 from cupy_moe_ar import Workspace, WorkspaceError
 from cupy_moe_ar import compile as compiling
-from cupy_moe_ar.plan import LaunchShape, RowPlan
+from cupy_moe_ar.plan import LaunchShape
 from cupy_moe_ar.testing import run_ranks
 
 SCRIPTS = str(Path(__file__).parent.parent / "scripts")
@@ -66,9 +66,7 @@ def plant(folder: Path, edits: Edits, monkeypatch: pytest.MonkeyPatch) -> None:
     root = folder / "cuda_src"
     shutil.copytree(compiling.sources(), root)
     for name, old, new in edits:
-        text = (root / name).read_text()
-        assert text.count(old) == (3 if name.endswith(".cu") else 1), f"adapt this test: {old!r}"
-        (root / name).write_text(text.replace(old, new))
+        edit_source(root / name, old, new, 3 if name.endswith(".cu") else 1)
     monkeypatch.setattr(compiling, "sources", lambda: root)
     monkeypatch.setenv("MOE_AR_BACKEND", "cpu")
 
@@ -150,12 +148,11 @@ def test_a_warp_that_nobody_waits_for_may_starve(
         edits.append(("moe_ar/row.cuh", leaves, f"false && {leaves}"))
     plant(tmp_path, edits, monkeypatch)
     monkeypatch.setenv("MOE_AR_CPU_SEED", "1")
-    plan = RowPlan(LaunchShape(2, 64, "rows"), 2)
-    monkeypatch.setattr(Workspace, "plan_rows", lambda *_: plan)
     case = random_case(1, 16, 3 * 32 * 8)
 
     def body(rank: Rank, workspace: Workspace) -> None:
-        with pytest.raises(WorkspaceError, match="deadlock") if waits else nullcontext():
-            check(case, finalize(rank, workspace, case))
+        judged = pytest.raises(WorkspaceError, match="deadlock") if waits else nullcontext()
+        with crowded(workspace, 1), judged:
+            check(case, finalize(rank, workspace, case, launch_shape=LaunchShape(2, 64, "rows")))
 
     Ranks(1).with_workspace(case)(body)

@@ -102,7 +102,7 @@ class RowEpilogue {
   // lie outside of the row, or all. Brings the warp together.
   __device__ __forceinline__ void publish(const RowReduction& reduction, int v) {
     ptx::warp_sync();
-    const bool outside = static_cast<u32>(column(v)) / 32 >= published_;
+    const bool outside = group_is_outside(v);
     if (kLeaves && !kNormEarly && outside) return;
     RowTotals own = {square_sum(residual_[v]), 0};
     if constexpr (kNormEarly || kRowMax) {
@@ -118,10 +118,7 @@ class RowEpilogue {
     const auto inside = [&](int v) { return column(v) < columns; };
     // A warp without a group of the row: nobody waits for it, so it might come so late that the
     // mbarrier's phase has gone round.
-    if (kLeaves && kVectors == 1 && reduction.spread() &&
-        static_cast<u32>(column_) / 32 >= published_) {
-      return;
-    }
+    if (kLeaves && kVectors == 1 && reduction.spread() && group_is_outside(0)) return;
     if constexpr (!kGamma) {
       each<kVectors>([&](int v) { gamma_[v] = gamma_of(p_, column(v), inside(v)); });
     }
@@ -142,6 +139,11 @@ class RowEpilogue {
 
  private:
   static constexpr u32 kShared = kNormEarly ? kBlockLanes : 1;
+
+  // Whether all of a warp's v-th vectors lie outside of the row, or there is no norm.
+  __device__ __forceinline__ bool group_is_outside(int v) const {
+    return static_cast<u32>(column(v)) / 32 >= published_;
+  }
 
   __device__ __forceinline__ u64 place(int v) const { return offset_ + v * step_ * sizeof(Vec16); }
 
